@@ -1,0 +1,296 @@
+"""Train the default octlm model, and its tokenizer if there is none, on plain text files.
+
+    python checkpoints/train.py FILE [FILE ...] --tokens N [--heldout FILE] [--resume]
+
+Documents are separated by a line `<|endoftext|>`; a file named twice counts twice. Every random
+choice follows from the seed and the step alone, so a resumed run equals an unbroken one bit for
+bit. Beside the checkpoint OUT lie OUT.state (removed at the end) and OUT.jsonl, one row per
+evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from octlm import Decoder, DecoderConfig, save_atomically, save_checkpoint  # noqa: E402
+
+SEPARATOR = "<|endoftext|>"
+WARMUP_STEPS = 100
+SAVE_SECONDS = 180
+
+
+def read_documents(path: Path) -> list[str]:
+    """The documents of one file, without the newlines at their ends; empty ones are dropped."""
+    text = path.read_text(encoding="utf-8")
+    documents = (part.strip("\n") for part in f"\n{text}\n".split(f"\n{SEPARATOR}\n"))
+    return [document for document in documents if document]
+
+
+def train_tokenizer(documents: Iterable[str], target: Path, vocab_size: int = 8192) -> None:
+    """Train a lossless sentencepiece BPE model on the documents and write it to `target`."""
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for document in documents for line in document.split("\n") if line),
+        model_writer=trained,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        user_defined_symbols=["\n"],
+        max_sentence_length=2**30,  # longer lines would be dropped
+        num_threads=2,
+        minloglevel=1,
+    )
+    target.write_bytes(trained.getvalue())
+
+
+def encode(tokenizer: sentencepiece.SentencePieceProcessor, documents: list[str]) -> list[Tensor]:
+    """BOS + tokens + EOS of each document, as int32."""
+    bos, eos = tokenizer.bos_id(), tokenizer.eos_id()
+    encoded = tokenizer.encode(documents, num_threads=2)
+    return [torch.tensor([bos, *ids, eos], dtype=torch.int32) for ids in encoded]
+
+
+class Batches:
+    """Training batches [batch, context + 1], each a function of the seed and the step alone.
+
+    Each epoch joins the documents in a new order, cuts the stream into context-long pieces, and
+    deals those out in a new order.
+    """
+
+    def __init__(self, documents: list[Tensor], batch: int, context: int, seed: int) -> None:
+        self.documents, self.batch, self.context, self.seed = documents, batch, context, seed
+        pieces = (sum(map(len, documents)) - 1) // context
+        self.steps_per_epoch = pieces // batch
+        if self.steps_per_epoch == 0:
+            raise ValueError(f"the text gives {pieces} pieces of {context}, expected {batch}")
+        self.epoch = -1
+
+    def __getitem__(self, step: int) -> Tensor:
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            order = torch.randperm(len(self.documents), generator=generator)
+            self.stream = torch.cat([self.documents[i] for i in order])
+            pieces = (len(self.stream) - 1) // self.context
+            self.starts = torch.randperm(pieces, generator=generator) * self.context
+            self.epoch = epoch
+        starts = self.starts[place * self.batch : (place + 1) * self.batch]
+        return self.stream[starts[:, None] + torch.arange(self.context + 1)].long()
+
+
+@torch.inference_mode()
+def bits_per_byte(
+    model: Decoder, tokenizer: sentencepiece.SentencePieceProcessor, documents: list[str]
+) -> float:
+    """Bits per byte of text, in the model's dtype: each document alone, BOS + tokens + EOS.
+
+    A document counts with at most context_length targets and the bytes those cover; EOS adds bits
+    but no bytes.
+    """
+    context, device = model.config.context_length, model.token_embedding.weight.device
+    sizes = [
+        1 if tokenizer.is_byte(i) else len(tokenizer.id_to_piece(i).replace("\u2581", " ").encode())
+        for i in range(tokenizer.vocab_size())
+    ]
+    nats, size = 0.0, 0
+    encoded = sorted((ids[: context + 1] for ids in encode(tokenizer, documents)), key=len)
+    for first in range(0, len(encoded), 8):
+        group = encoded[first : first + 8]
+        padded = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=-1).long()
+        targets = padded[:, 1:].to(device)
+        logits = model(padded[:, :-1].clamp(min=0).to(device)).float()
+        nats += F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+        ).item()
+        for ids in group:
+            size += sum(sizes[i] for i in ids[1:].tolist() if i != tokenizer.eos_id())
+    return nats / math.log(2) / size
+
+
+def train(
+    config: DecoderConfig,
+    documents: list[Tensor],
+    out: Path,
+    *,
+    tokens: int,
+    batch: int,
+    learning_rate: float,
+    seed: int,
+    resume: bool = False,
+    evaluate_every: int = 500_000,
+    evaluate=None,
+    facts: dict | None = None,
+) -> None:
+    """Train on `tokens` tokens and write the checkpoint to `out`, in float16.
+
+    `evaluate(model)` gives bits per byte. Raises FileExistsError rather than overwrite a checkpoint
+    or a state, and ValueError when a state to resume was made with other settings.
+    """
+    state_path, rows_path = Path(f"{out}.state"), Path(f"{out}.jsonl")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batches = Batches(documents, batch, config.context_length, seed)
+    per_step = batch * config.context_length
+    steps = math.ceil(tokens / per_step)
+    warmup = min(WARMUP_STEPS, max(1, steps // 10))
+    digest = hashlib.sha256(torch.cat(documents).numpy()).hexdigest()
+    settings = {
+        "config": asdict(config), "steps": steps, "batch": batch, "text": digest,
+        "learning_rate": learning_rate, "seed": seed, "evaluate_every": evaluate_every,
+    }  # fmt: skip
+
+    torch.manual_seed(seed)
+    model = Decoder(config).to(device)
+    matrices = [weight for weight in model.blocks.parameters() if weight.ndim == 2]
+    inside = {id(weight) for weight in matrices}
+    rest = [weight for weight in model.parameters() if id(weight) not in inside]
+    optimizers = [
+        torch.optim.Muon(
+            matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    done, seconds = 0, 0.0
+    if resume:
+        state = torch.load(state_path, map_location=device, weights_only=True)
+        if state["settings"] != settings:
+            raise ValueError(f"{state_path} was made with other settings or other text")
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        done, seconds = state["step"], state["seconds"]
+    elif existing := [str(path) for path in (out, state_path, rows_path) if path.exists()]:
+        raise FileExistsError(f"{existing[0]} exists: resume, or move it away first")
+
+    def save_state() -> None:
+        save_atomically(state_path, {
+            "settings": settings, "step": step + 1, "seconds": seconds, "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        })  # fmt: skip
+
+    def write_row(loss: float) -> float | None:
+        model.eval()
+        score = evaluate(model) if evaluate else None
+        model.train()
+        row = {"type": "evaluation", "step": step + 1, "tokens": (step + 1) * per_step,
+               "seconds": round(seconds, 1), "train_loss": loss, "bits_per_byte": score,
+               "time": datetime.now(UTC).isoformat(timespec="seconds")}  # fmt: skip
+        with open(rows_path, "a", encoding="utf-8") as rows:
+            rows.write(json.dumps(row, sort_keys=True) + "\n")
+        return score
+
+    model.train()
+    last_save = shown = time.monotonic()
+    for step in range(done, steps):
+        started = time.monotonic()
+        torch.manual_seed(seed * 1_000_003 + step)  # dropout, too, depends on the step alone
+        factor = min((step + 1) / warmup, (steps - step) / (steps - warmup + 1))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * factor
+        ids = batches[step].to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(ids[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        value = loss.item()
+        if not math.isfinite(value):
+            raise RuntimeError(f"the loss is {value} at step {step + 1}")
+        now = time.monotonic()
+        seconds += now - started
+        if now - shown >= 10 or step + 1 == steps:
+            rate, shown = (step + 1) * per_step / seconds, now
+            print(
+                f"step {step + 1}/{steps}  loss {value:.3f}  {rate:,.0f} tokens/s  "
+                f"{(steps - step - 1) * per_step / rate / 60:.0f} min left",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        crossed = (step + 1) * per_step // evaluate_every > step * per_step // evaluate_every
+        if crossed and step + 1 < steps:
+            write_row(value)
+        if crossed or now - last_save >= SAVE_SECONDS:
+            save_state()
+            last_save = time.monotonic()
+
+    model.half().float()  # what is shipped is what is scored
+    score = write_row(value)
+    save_checkpoint(
+        out, model.half(), **(facts or {}), tokens=steps * per_step, batch=batch, seed=seed,
+        learning_rate=learning_rate, seconds=round(seconds), bits_per_byte=score,
+        torch=torch.__version__,
+    )  # fmt: skip
+    state_path.unlink(missing_ok=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Train the default octlm model on text files.")
+    parser.add_argument("files", nargs="+", type=Path, help="text; named twice, it counts twice")
+    parser.add_argument("--tokens", type=int, required=True, help="how many tokens to train on")
+    parser.add_argument("--heldout", type=Path, help="text to score in bits per byte")
+    parser.add_argument("--out", type=Path, default=HERE / "octlm-26m.pt")
+    parser.add_argument("--tokenizer", type=Path, default=HERE / "tokenizer.model")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 512 tokens per step")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on from OUT.state")
+    args = parser.parse_args(argv)
+    if min(args.tokens, args.batch) < 1 or not 0 < args.learning_rate < math.inf:
+        parser.error("--tokens, --batch and --learning-rate must be positive")
+    try:
+        counts = Counter(args.files)
+        texts = {path: read_documents(path) for path in counts}
+        heldout = read_documents(args.heldout) if args.heldout else None
+        if not args.tokenizer.exists():
+            train_tokenizer((text for path in texts for text in texts[path]), args.tokenizer)
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(args.tokenizer))
+        documents = []
+        for path, count in counts.items():
+            encoded = encode(tokenizer, texts[path])
+            documents += encoded * count
+            size = sum(map(len, encoded))
+            print(f"{path.name}: {len(encoded):,} documents, {size:,} tokens, x {count}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+        train(
+            DecoderConfig(vocab_size=tokenizer.vocab_size()), documents, args.out,
+            tokens=args.tokens, batch=args.batch, learning_rate=args.learning_rate, seed=args.seed,
+            resume=args.resume,
+            evaluate=(lambda model: bits_per_byte(model, tokenizer, heldout)) if heldout else None,
+            facts={"files": {path.name: count for path, count in counts.items()}},
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train.py: interrupted; --resume goes on from the last saved state", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

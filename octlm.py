@@ -1,0 +1,556 @@
+r"""octlm: a small decoder-only language model with cached generation, in one module.
+
+RoPE or learned positions, grouped-query attention (GQA), SwiGLU, pre-norm RMSNorm, no biases, tied
+output head. The naive and the cached path stand side by side and give the same tokens: `forward`
+computes every position again, `forward_cached` only the new ones.
+
+References: the decoder, arXiv 1706.03762 and GPT-2; RoPE, 2104.09864; GQA, 2305.13245;
+SwiGLU, 2002.05202; RMSNorm, 1910.07467; sliding window, 2004.05150.
+
+Notation: B batch, T new positions, S saved + new positions, H query heads, K key-value heads,
+D head size. Query head h reads key-value head h // (H // K). With H = 8 and K = 2:
+
+    query heads        0   1   2   3      4   5   6   7
+                       \___\___/___/      \___\___/___/
+    key-value heads          0                  1          only these are cached
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Rope = tuple[Tensor, Tensor]  # cosine and sine, each [T, D / 2]
+LayerCache = tuple[Tensor, Tensor]  # key and value, each [B, K, S, D]
+Cache = list[LayerCache]  # one entry per layer
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and arithmetic of a `Decoder`; the defaults are the 26M model.
+
+    With an `attention_window` of w, query i sees keys j with i - w < j <= i. With a
+    `kv_compress_block` of b as well, it also sees the mean key and value of every whole block of b
+    positions that ends before its window. 0 turns either off. A field that does not fit raises a
+    ValueError.
+    """
+
+    vocab_size: int
+    context_length: int = 512
+    n_layers: int = 8
+    n_heads: int = 8
+    n_kv_heads: int = 2
+    d_model: int = 512
+    d_ff: int = 1368
+    position: str = "rope"
+    rope_base: float = 10000.0
+    rope_scale: float = 1.0
+    attention: str = "sdpa"
+    attention_window: int = 0
+    kv_compress_block: int = 0
+    dropout: float = 0.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        def require(name: str, holds: bool, expected: str) -> None:
+            if not holds:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+        for name in ("vocab_size", "context_length", "n_layers", "n_heads", "n_kv_heads", "d_model",
+                     "d_ff", "attention_window", "kv_compress_block"):  # fmt: skip
+            value, may_be_off = getattr(self, name), name in ("attention_window", "kv_compress_block")
+            lowest = 0 if may_be_off else 1
+            require(name, type(value) is int and value >= lowest, f"an integer >= {lowest}")
+        for name in ("rope_base", "rope_scale", "norm_eps", "dropout"):
+            value = getattr(self, name)
+            require(name, type(value) in (int, float) and math.isfinite(value), "a finite number")
+            require(name, value > 0 or name == "dropout", "positive")
+        require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+        require("position", self.position in ("rope", "learned"), "'rope' or 'learned'")
+        require("attention", self.attention in ("sdpa", "manual"), "'sdpa' or 'manual'")
+        shared = self.n_heads % self.n_kv_heads == 0
+        require("n_heads", shared, f"a multiple of n_kv_heads={self.n_kv_heads}")
+        require("d_model", self.d_model % self.n_heads == 0, f"a multiple of n_heads={self.n_heads}")
+        paired = self.position == "learned" or self.head_size % 2 == 0
+        require("d_model", paired, f"n_heads={self.n_heads} times an even head size for RoPE")
+        fits = self.attention_window <= self.context_length
+        require("attention_window", fits, f"at most context_length={self.context_length}")
+        windowed = self.attention_window > 0 or self.kv_compress_block == 0
+        require("kv_compress_block", windowed, "0 when attention_window is 0")
+
+    @property
+    def head_size(self) -> int:
+        return self.d_model // self.n_heads
+
+
+def rope_tables(
+    length: int,
+    head_size: int,
+    scale: float,
+    device: torch.device | str,
+    base: float = 10000.0,
+    start: int = 0,
+) -> Rope:
+    """Cosine and sine for the positions from `start` on, each float32 [length, head_size // 2].
+
+    Channel pair i of position p turns by (p / scale) * base ** (-2i / head_size) radians
+    (RoFormer, arXiv 2104.09864); a scale above 1 interpolates positions (arXiv 2306.15595).
+    """
+    channels = torch.arange(0, head_size, 2, dtype=torch.float32, device=device)
+    positions = torch.arange(start, start + length, dtype=torch.float32, device=device) / scale
+    angles = positions[:, None] / base ** (channels / head_size)  # [T, D / 2]
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn the adjacent channel pairs (2i, 2i + 1) of x [..., T, D]; keeps the dtype of x."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # float32 tables promote half precision
+    turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def attention_mask(config: DecoderConfig, length: int, device: torch.device) -> Tensor:
+    """What each query of a full pass sees: bool [length, length + pooled blocks]."""
+    row = torch.arange(length, device=device)[:, None]
+    column = torch.arange(length, device=device)
+    window = config.attention_window or length
+    mask = (column <= row) & (column > row - window)
+    if config.kv_compress_block:
+        blocks = length // config.kv_compress_block
+        block_end = torch.arange(1, blocks + 1, device=device) * config.kv_compress_block
+        mask = torch.cat((mask, block_end <= row - window + 1), dim=1)
+    return mask
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv 2305.13245), over all positions or over cached ones."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        kv_size = config.n_kv_heads * config.head_size
+        self.query = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.key = nn.Linear(config.d_model, kv_size, bias=False)
+        self.value = nn.Linear(config.d_model, kv_size, bias=False)
+        self.output = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, width] to query [B, H, T, D], key and value [B, K, T, D], not yet rotated."""
+        head_size = self.config.head_size
+        query = self.query(x).unflatten(-1, (-1, head_size)).transpose(1, 2)
+        key = self.key(x).unflatten(-1, (-1, head_size)).transpose(1, 2)
+        value = self.value(x).unflatten(-1, (-1, head_size)).transpose(1, 2)
+        return query, key, value
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """[B, H, T, D] to [B, T, width], through the output layer."""
+        return self.output(heads.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor, rope: Rope | None) -> Tensor:
+        """The full pass: every position of x [B, T, width] attends to all that it may see."""
+        config, block = self.config, self.config.kv_compress_block
+        query, key, value = self.project(x)
+        key_rope = rope
+        if block:  # pooled before rotation, then rotated at the middle of the block
+            whole = x.shape[1] // block * block
+            pooled = (whole // block, block)
+            key = torch.cat((key, key[:, :, :whole].unflatten(2, pooled).mean(3)), dim=2)
+            value = torch.cat((value, value[:, :, :whole].unflatten(2, pooled).mean(3)), dim=2)
+            if rope is not None:
+                key_rope = tuple(torch.cat((t, t[block // 2 : whole : block])) for t in rope)
+        if rope is not None:
+            query, key = apply_rope(query, *rope), apply_rope(key, *key_rope)
+        mask = None
+        if config.attention == "manual" or config.attention_window:
+            mask = attention_mask(config, x.shape[1], x.device)
+        dropout = config.dropout if self.training else 0.0
+        if config.attention == "sdpa":
+            return self.merge(
+                F.scaled_dot_product_attention(
+                    query, key, value, mask, dropout, is_causal=mask is None, enable_gqa=True
+                )
+            )
+        key = key.repeat_interleave(config.n_heads // config.n_kv_heads, dim=1)  # [B, H, S, D]
+        value = value.repeat_interleave(config.n_heads // config.n_kv_heads, dim=1)
+        scores = query / math.sqrt(config.head_size) @ key.transpose(-2, -1)  # [B, H, T, S]
+        weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
+        return self.merge(F.dropout(weights, dropout) @ value)
+
+    def forward_cached(
+        self, x: Tensor, rope: Rope | None, cache: LayerCache | None
+    ) -> tuple[Tensor, LayerCache]:
+        """The cached pass: the new positions x [B, T, width] attend to the saved and new keys.
+
+        Returns the output [B, T, width] and the joined key and value, each [B, K, S, D].
+        Raises ValueError if the cache's dtype is not that of the new keys.
+        """
+        query, key, value = self.project(x)
+        if rope is not None:  # a key is rotated here, once, at its absolute position
+            query, key = apply_rope(query, *rope), apply_rope(key, *rope)
+        if cache is not None:
+            for saved in cache:
+                if saved.dtype != key.dtype:
+                    raise ValueError(f"cache dtype must be {key.dtype}, got {saved.dtype}")
+            key, value = torch.cat((cache[0], key), dim=2), torch.cat((cache[1], value), dim=2)
+        new, total = x.shape[1], key.shape[2]
+        if new == 1:
+            # One query sees every key, so no mask: query heads that share keys fold into rows.
+            rows = query.reshape(x.shape[0], self.config.n_kv_heads, -1, self.config.head_size)
+            heads = F.scaled_dot_product_attention(rows, key, value).reshape(query.shape)
+        elif new == total:
+            heads = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
+        else:
+            # is_causal would align its triangle to the upper left: row 0 would see only key 0.
+            column = torch.arange(total, device=x.device)
+            mask = column <= column[-new:, None]  # [T, S], by absolute position
+            heads = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+        return self.merge(heads), (key, value)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: attention, then feed-forward."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rope: Rope | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+    def forward_cached(
+        self, x: Tensor, rope: Rope | None, cache: LayerCache | None
+    ) -> tuple[Tensor, LayerCache]:
+        """As `forward`, for new positions only; also returns this layer's joined key and value."""
+        attended, cache = self.attention.forward_cached(self.attention_norm(x), rope, cache)
+        x = x + attended
+        return x + self.feed_forward(self.feed_forward_norm(x)), cache
+
+
+class Decoder(nn.Module):
+    """The language model. It holds weights and nothing else: no state survives a call."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        if config.position == "learned":
+            self.position_embedding = nn.Embedding(config.context_length, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.final_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head.weight = self.token_embedding.weight
+        for name, weight in self.named_parameters():  # as GPT-2
+            into_residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+            if weight.ndim == 2:
+                std = 0.02 / math.sqrt(2 * config.n_layers) if into_residual else 0.02
+                nn.init.normal_(weight, std=std)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Full pass: token_ids [B, T] to logits [B, T, vocab], T at most context_length.
+
+        Raises ValueError for another shape or dtype, or for more positions.
+        """
+        return self.lm_head(self._hidden(token_ids))
+
+    def _hidden(self, token_ids: Tensor) -> Tensor:
+        """The full pass up to the output head: [B, T, width]."""
+        _check_token_ids(token_ids)
+        length = token_ids.shape[1]
+        if length > self.config.context_length:
+            raise ValueError(f"{length} positions exceed context_length {self.config.context_length}")
+        x, rope = self._embed(token_ids, start=0)
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, rope)
+        return self.final_norm(x)
+
+    @torch.inference_mode()
+    def forward_cached(
+        self, token_ids: Tensor, cache: Cache | None = None
+    ) -> tuple[Tensor, Cache]:
+        """Cached pass: only the new token_ids [B, T], after the positions that `cache` holds.
+
+        Returns logits [B, T, vocab] and a new cache: one (key, value) per layer, each
+        [B, K, S, D]. The cache passed in is unchanged, so a prefix can be continued in two ways.
+        Raises ValueError in training mode, for windowed, compressed or manual attention, for
+        malformed ids, past context_length, and for a cache that does not fit.
+        """
+        config = self.config
+        if self.training:
+            raise ValueError("cached forward requires eval mode")
+        if config.attention != "sdpa" or config.attention_window or config.kv_compress_block:
+            raise ValueError(
+                f"cached forward requires full SDPA attention, got attention={config.attention!r}, "
+                f"attention_window={config.attention_window}, "
+                f"kv_compress_block={config.kv_compress_block}"
+            )
+        _check_token_ids(token_ids)
+        start = 0 if cache is None else self._check_cache(cache, token_ids)
+        if start + token_ids.shape[1] > config.context_length:
+            raise ValueError(
+                f"cached sequence exceeds context_length {config.context_length}: "
+                f"{start} saved and {token_ids.shape[1]} new positions"
+            )
+        x, rope = self._embed(token_ids, start)
+        joined = []
+        for layer, block in enumerate(self.blocks):
+            x, entry = block.forward_cached(x, rope, None if cache is None else cache[layer])
+            joined.append(entry)
+        return self.lm_head(self.final_norm(x)), joined
+
+    def _check_cache(self, cache: Cache, token_ids: Tensor) -> int:
+        """The number of saved positions, once every layer is known to fit."""
+        config = self.config
+        if len(cache) != config.n_layers or any(len(entry) != 2 for entry in cache):
+            raise ValueError(
+                f"cache must have one entry per layer: {config.n_layers} (key, value) pairs"
+            )
+        first = cache[0][0]
+        saved = first.shape[2] if first.ndim == 4 else 0
+        expected = (token_ids.shape[0], config.n_kv_heads, saved, config.head_size)
+        device = self.token_embedding.weight.device
+        for layer, entry in enumerate(cache):
+            for name, tensor in zip(("key", "value"), entry):
+                if tensor.shape != expected or tensor.device != device:
+                    raise ValueError(
+                        f"cache {name} of layer {layer} must be {expected} on {device}, "
+                        f"got {tuple(tensor.shape)} on {tensor.device}"
+                    )
+        return saved
+
+    def _embed(self, token_ids: Tensor, start: int) -> tuple[Tensor, Rope | None]:
+        """Embeddings [B, T, width] and RoPE tables for the positions from `start` on."""
+        config, length = self.config, token_ids.shape[1]
+        x = self.token_embedding(token_ids)
+        if config.position == "learned":
+            return x + self.position_embedding.weight[start : start + length], None
+        base, scale = config.rope_base, config.rope_scale
+        return x, rope_tables(length, config.head_size, scale, x.device, base, start)
+
+    def generate(self, token_ids: Tensor, max_new_tokens: int, **sampling) -> Tensor:
+        """Naive generation, the baseline: a full pass over the newest tokens at every step.
+
+        Returns int64 [B, prompt + max_new_tokens]. `sampling` and errors as in `stream`.
+        """
+        return _joined(token_ids, self.stream(token_ids, max_new_tokens, False, **sampling))
+
+    def generate_cached(self, token_ids: Tensor, max_new_tokens: int, **sampling) -> Tensor:
+        """Cached generation: one pass over the prompt, then one token per step.
+
+        Returns the tokens that `generate` returns. Past context_length every step rebuilds the
+        cache, since all positions move: there is nothing left to gain there.
+        """
+        return _joined(token_ids, self.stream(token_ids, max_new_tokens, True, **sampling))
+
+    def stream(
+        self,
+        token_ids: Tensor,
+        max_new_tokens: int,
+        cached: bool = True,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield max_new_tokens times the next int64 [B, 1] after the prompt token_ids [B, T].
+
+        The model sees the newest context_length tokens. Temperature 0 is greedy; above it, a draw
+        from the `top_k` most likely tokens (None: all), with `generator` on the model's device.
+        Raises ValueError at the call for arguments that do not fit and outside eval mode, and
+        RuntimeError before it would yield a token chosen from logits that are not finite.
+        """
+        config, device = self.config, self.token_embedding.weight.device
+        if self.training:
+            raise ValueError("generation requires eval mode")
+        _check_token_ids(token_ids)
+        if token_ids.device != device:
+            raise ValueError(f"token IDs must be on {device}, got {token_ids.device}")
+        if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
+            raise ValueError(
+                f"token IDs must be from 0 to {config.vocab_size - 1}, "
+                f"got {token_ids.min()} to {token_ids.max()}"
+            )
+        if type(max_new_tokens) is not int or max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
+        if top_k is not None and (type(top_k) is not int or top_k < 1):
+            raise ValueError(f"top_k must be None or an integer >= 1, got {top_k!r}")
+        if generator is not None and generator.device != device:
+            raise ValueError(f"generator must be on {device}, got {generator.device}")
+        return self._stream(token_ids, max_new_tokens, cached, temperature, top_k, generator)
+
+    def _stream(self, token_ids, max_new_tokens, cached, temperature, top_k, generator):
+        context = self.config.context_length
+        text, cache = token_ids[:, -context:].long(), None
+        for _ in range(max_new_tokens):
+            with torch.inference_mode():  # never around a yield: the caller's mode is its own
+                if not cached:
+                    logits = self.lm_head(self._hidden(text)[:, -1])
+                elif cache is None or cache[0][0].shape[2] == context:
+                    logits, cache = self.forward_cached(text)
+                    logits = logits[:, -1]
+                else:
+                    logits, cache = self.forward_cached(text[:, -1:], cache)
+                    logits = logits[:, -1]
+                token = sample(logits, temperature, top_k, generator)
+                text = torch.cat((text, token), dim=1)[:, -context:]
+            with torch.inference_mode(False):
+                token = token.clone()  # an ordinary tensor, which autograd accepts
+            yield token
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The next token for each row of logits [B, vocab]: int64 [B, 1], arguments as in `stream`.
+
+    Raises RuntimeError if a logit is not finite.
+    """
+    if not torch.isfinite(logits).all():
+        raise RuntimeError("logits are not finite: the weights or the dtype's range are at fault")
+    logits = logits.float()
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)  # the lowest index among equals
+    # Below the largest logit nothing overflows, however small the temperature.
+    smallest = torch.finfo(torch.float32).tiny
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, smallest)
+    if top_k is not None and top_k < logits.shape[-1]:
+        order = logits.argsort(dim=-1, descending=True, stable=True)  # lowest index among equals
+        logits = logits.scatter(-1, order[:, top_k:], -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+
+
+def _joined(token_ids: Tensor, new_tokens: Iterable[Tensor]) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.cat((token_ids.long(), *new_tokens), dim=1)
+
+
+def _check_token_ids(token_ids: Tensor) -> None:
+    if token_ids.ndim != 2 or token_ids.numel() == 0:
+        raise ValueError(
+            "token IDs must have shape [batch, nonempty sequence], "
+            f"got {list(token_ids.shape)}"
+        )
+    if token_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"token IDs must be int64 or int32, got {token_ids.dtype}")
+
+
+def kv_cache_bytes(config: DecoderConfig, length: int, element_size: int) -> int:
+    """Bytes of the keys and values of one sequence of `length` positions."""
+    return 2 * config.n_layers * config.n_kv_heads * config.head_size * length * element_size
+
+
+def save_checkpoint(path: str | os.PathLike, model: Decoder, **facts) -> None:
+    """Write config, weights (in their dtype) and JSON `facts` to one file, all of it or nothing.
+
+    Raises ValueError for facts that are not JSON values.
+    """
+    try:
+        facts = json.loads(json.dumps(facts, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"checkpoint facts must be JSON values: {error}") from error
+    weights = {name: weight.detach().cpu() for name, weight in model.named_parameters()}
+    config = asdict(model.config)
+    save_atomically(path, {"format": 1, "config": config, "weights": weights, "facts": facts})
+
+
+def save_atomically(path: str | os.PathLike, content: object) -> None:
+    """`torch.save`, but an interrupted save leaves the old file as it was."""
+    partial = f"{os.fspath(path)}.partial"  # a fixed name: the next save clears what one left
+    with open(partial, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> Decoder:
+    """The saved model in float32 on `device`, in eval mode.
+
+    Raises FileNotFoundError for a missing file and ValueError for one that is damaged, foreign,
+    or holds what does not fit its config; nothing in the file is ever run.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint {path} does not exist")
+    if not path.is_file():
+        raise ValueError(f"checkpoint {path} is not a file")
+    with open(path, "rb") as file:
+        try:
+            damaged = zipfile.ZipFile(file).testzip()  # torch.load does not verify checksums
+            if damaged is not None:
+                raise ValueError(f"{damaged} is corrupted")
+            file.seek(0)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged bytes raise almost anything
+            fault = str(error).strip().split("\n")[0]
+            raise ValueError(f"checkpoint {path} cannot be read: {fault}") from error
+    try:
+        return _model_from(content).to(device)
+    except ValueError as error:
+        raise ValueError(f"checkpoint {path}: {error}") from error
+
+
+def _model_from(content: object) -> Decoder:
+    if not isinstance(content, dict) or content.get("format") != 1:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"format must be 1, got {found!r}")
+    given, weights = content.get("config"), content.get("weights")
+    if not isinstance(given, dict) or not isinstance(weights, dict):
+        raise ValueError("config and weights must be dictionaries")
+    _check_names("config field", given, {field.name for field in fields(DecoderConfig)})
+    with torch.device("meta"):  # shapes first: no memory and no random numbers are spent
+        model = Decoder(DecoderConfig(**given))
+    expected = {name: weight.shape for name, weight in model.named_parameters()}
+    _check_names("weight", weights, set(expected))
+    for name, weight in weights.items():
+        if not isinstance(weight, Tensor) or weight.shape != expected[name]:
+            found = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+            raise ValueError(f"weight {name} must be {list(expected[name])}, got {found}")
+        weights[name] = weight.to(torch.float32, copy=True).contiguous()
+        if not weights[name].isfinite().all():
+            raise ValueError(f"weight {name} is not finite")
+    model.load_state_dict(weights, strict=False, assign=True)  # all but the tied head
+    model.lm_head.weight = model.token_embedding.weight
+    return model.eval()
+
+
+def _check_names(kind: str, given: dict, expected: set[str]) -> None:
+    if given.keys() != expected:
+        missing = sorted(expected - given.keys())
+        unexpected = sorted(map(str, given.keys() - expected))
+        raise ValueError(f"{kind}s missing: {missing}, unexpected: {unexpected}")
