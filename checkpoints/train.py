@@ -31,7 +31,7 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from octlm import Decoder, DecoderConfig, save_atomically, save_checkpoint  # noqa: E402
+from octlm import Decoder, DecoderConfig, save_atomically, save_checkpoint
 
 SEPARATOR = "<|endoftext|>"
 WARMUP_STEPS = 100
@@ -159,7 +159,7 @@ def train(
     settings = {
         "config": asdict(config), "steps": steps, "batch": batch, "text": digest,
         "learning_rate": learning_rate, "seed": seed, "evaluate_every": evaluate_every,
-    }  # fmt: skip
+    }
 
     torch.manual_seed(seed)
     model = Decoder(config).to(device)
@@ -188,7 +188,7 @@ def train(
         save_atomically(state_path, {
             "settings": settings, "step": step + 1, "seconds": seconds, "model": model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        })  # fmt: skip
+        })
 
     def write_row(loss: float) -> float | None:
         model.eval()
@@ -196,7 +196,7 @@ def train(
         model.train()
         row = {"type": "evaluation", "step": step + 1, "tokens": (step + 1) * per_step,
                "seconds": round(seconds, 1), "train_loss": loss, "bits_per_byte": score,
-               "time": datetime.now(UTC).isoformat(timespec="seconds")}  # fmt: skip
+               "time": datetime.now(UTC).isoformat(timespec="seconds")}
         with open(rows_path, "a", encoding="utf-8") as rows:
             rows.write(json.dumps(row, sort_keys=True) + "\n")
         return score
@@ -230,7 +230,7 @@ def train(
                 f"step {step + 1}/{steps}  loss {value:.3f}  {rate:,.0f} tokens/s  "
                 f"{(steps - step - 1) * per_step / rate / 60:.0f} min left",
                 file=sys.stderr, flush=True,
-            )  # fmt: skip
+            )
         crossed = (step + 1) * per_step // evaluate_every > step * per_step // evaluate_every
         if crossed and step + 1 < steps:
             write_row(value)
@@ -244,7 +244,7 @@ def train(
         out, model.half(), **(facts or {}), tokens=steps * per_step, batch=batch, seed=seed,
         learning_rate=learning_rate, seconds=round(seconds), bits_per_byte=score,
         torch=torch.__version__,
-    )  # fmt: skip
+    )
     state_path.unlink(missing_ok=True)
 
 
@@ -275,14 +275,14 @@ def main(argv: list[str] | None = None) -> int:
             documents += encoded * count
             size = sum(map(len, encoded))
             print(f"{path.name}: {len(encoded):,} documents, {size:,} tokens, x {count}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+                  file=sys.stderr, flush=True)
         train(
             DecoderConfig(vocab_size=tokenizer.vocab_size()), documents, args.out,
             tokens=args.tokens, batch=args.batch, learning_rate=args.learning_rate, seed=args.seed,
             resume=args.resume,
             evaluate=(lambda model: bits_per_byte(model, tokenizer, heldout)) if heldout else None,
             facts={"files": {path.name: count for path, count in counts.items()}},
-        )  # fmt: skip
+        )
     except (OSError, ValueError, RuntimeError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1

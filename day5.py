@@ -1,0 +1,345 @@
+"""Day 5: what the key-value cache buys on a trained 26M model.
+
+    python day5.py cache --lengths 64 256 512 --out t4.jsonl
+    python day5.py generate --prompt "Once upon a time"
+
+`cache` times naive and cached greedy generation in turn, asserts that their tokens are equal and
+that the cache holds exactly the bytes of the formula, and writes one JSON row per length.
+`generate` streams text. Exit status: 0 all holds, 1 something failed, 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+import sentencepiece
+import torch
+from torch import Tensor
+
+from octlm import Decoder, kv_cache_bytes, load_checkpoint
+
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
+    """Raises FileNotFoundError or ValueError, naming the file, unless it can begin a text."""
+    if not path.exists():
+        raise FileNotFoundError(f"tokenizer {path} does not exist")
+    try:
+        tokenizer = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+    except RuntimeError:
+        raise ValueError(f"{path} is not a sentencepiece model") from None
+    if tokenizer.bos_id() < 0:
+        raise ValueError(f"tokenizer {path} has no beginning-of-text token (BOS)")
+    return tokenizer
+
+
+def load(args: argparse.Namespace) -> tuple[Decoder, sentencepiece.SentencePieceProcessor]:
+    """The model, on its device and in its dtype, and the tokenizer that belongs to it."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(args.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"device {args.device} is not there: PyTorch sees {count} CUDA devices")
+    if args.dtype == "auto":
+        args.dtype = "float16" if device.type == "cuda" else "float32"
+    tokenizer = load_tokenizer(args.tokenizer)
+    model = load_checkpoint(args.checkpoint).to(device, DTYPES[args.dtype])
+    if tokenizer.vocab_size() != model.config.vocab_size:
+        raise ValueError(
+            f"{args.tokenizer} has {tokenizer.vocab_size()} tokens, "
+            f"{args.checkpoint} has {model.config.vocab_size}: they do not belong together"
+        )
+    return model, tokenizer
+
+
+def timed_generation(
+    model: Decoder, prompt: Tensor, length: int, cached: bool
+) -> tuple[Tensor, float]:
+    """Greedy tokens [1, prompt + length] and the seconds that they took, device time included."""
+
+    def synchronize() -> None:
+        if prompt.device.type == "cuda":
+            torch.cuda.synchronize(prompt.device)
+
+    generate = model.generate_cached if cached else model.generate
+    synchronize()
+    start = time.perf_counter()
+    tokens = generate(prompt, length)
+    synchronize()
+    return tokens, time.perf_counter() - start
+
+
+def explain_difference(model: Decoder, expected: Tensor, actual: Tensor) -> dict:
+    """Where two token rows [1, n] part, and how close the choice was there."""
+    position = int((expected != actual).nonzero()[0, 1])
+    prefix = expected[:, :position]
+    with torch.inference_mode():
+        naive = model(prefix).float()
+    steps, cache = [], None
+    for column in range(position):
+        logits, cache = model.forward_cached(prefix[:, column : column + 1], cache)
+        steps.append(logits.float())
+    first, second = naive[0, -1].topk(2).values.tolist()
+    return {
+        "first_difference": position,
+        "tokens": [int(expected[0, position]), int(actual[0, position])],
+        "gap": first - second,
+        "max_logit_difference": float((torch.cat(steps, dim=1) - naive).abs().max()),
+    }
+
+
+def measure(
+    model: Decoder, prompt: Tensor, length: int, repeats: int, report: Callable[[int, int], None]
+) -> dict:
+    """Time both paths in turn and check the cache's bytes; the fields that depend on the length.
+
+    Calls report(length, repeat) before each repeat. Raises RuntimeError if the cache holds other
+    bytes than the formula says.
+    """
+    outputs, seconds = [], {False: [], True: []}
+    for repeat in range(repeats):
+        report(length, repeat)
+        for cached in (False, True):
+            tokens, elapsed = timed_generation(model, prompt, length, cached)
+            outputs.append(tokens)
+            seconds[cached].append(elapsed)
+    _, cache = model.forward_cached(outputs[0][:, :-1])
+    held = sum(tensor.numel() * tensor.element_size() for entry in cache for tensor in entry)
+    formula = kv_cache_bytes(model.config, length, cache[0][0].element_size())
+    if held != formula:
+        raise RuntimeError(
+            f"actual cache bytes differ from the model formula: {held}, expected {formula}"
+        )
+    naive, cached = statistics.median(seconds[False]), statistics.median(seconds[True])
+    row = {
+        "length": length,
+        "naive_seconds": seconds[False],
+        "cached_seconds": seconds[True],
+        "naive_tokens_per_second": length / naive,
+        "cached_tokens_per_second": length / cached,
+        "speedup": naive / cached,
+        "cache_bytes": held,
+        "greedy_equal": all(torch.equal(outputs[0], other) for other in outputs),
+    }
+    if not row["greedy_equal"]:
+        other = next(other for other in outputs if not torch.equal(outputs[0], other))
+        row |= explain_difference(model, outputs[0], other)
+    return row
+
+
+def append_row(path: Path, row: dict) -> None:
+    """Add one line, whole and on the disk, or leave the file as it was."""
+    line = (json.dumps(row, sort_keys=True, allow_nan=False) + "\n").encode()
+    with open(path, "ab", buffering=0) as file:
+        before = os.fstat(file.fileno()).st_size
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(before)
+            if before == 0:
+                path.unlink()
+            raise
+
+
+def hardware_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def markdown_table(rows: list[dict]) -> str:
+    """Rows of the cache stage as a Markdown table; a row whose tokens differ shows no speed."""
+
+    def rate(row: dict, path: str) -> str:
+        rates = [row["length"] / seconds for seconds in row[f"{path}_seconds"]]
+        digits = 0 if max(rates) >= 100 else 1
+        shown = row[f"{path}_tokens_per_second"], min(rates), max(rates)
+        return "{:.{d}f} [{:.{d}f}-{:.{d}f}]".format(*shown, d=digits)
+
+    cells = [["length", "naive tokens/s", "cached tokens/s", "speedup", "cache bytes", "equal"]]
+    for row in rows:
+        speeds, equal = ["-"] * 3, "no"
+        if row["greedy_equal"]:
+            speeds = [rate(row, "naive"), rate(row, "cached"), f"{row['speedup']:.2f}x"]
+            equal = "yes"
+        cells.append([str(row["length"]), *speeds, f"{row['cache_bytes']:,}", equal])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ["| " + " | ".join(map(str.rjust, line, widths)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def cache_stage(args: argparse.Namespace) -> None:
+    """Measure every length; raises on the first that does not hold, after writing its row."""
+    try:
+        args.out.open("x").close()  # a file, a folder, a dangling link: all exist
+    except FileExistsError:
+        raise FileExistsError(f"{args.out} already contains a measurement") from None
+    args.out.unlink()
+    model, tokenizer = load(args)
+    config, device = model.config, model.token_embedding.weight.device
+    full = config.attention == "sdpa" and not config.attention_window
+    if not full or max(args.lengths) > config.context_length:
+        raise ValueError(
+            "cache benchmark requires SDPA and lengths within context, got "
+            f"attention={config.attention!r}, attention_window={config.attention_window}, "
+            f"lengths up to {max(args.lengths)} in a context of {config.context_length}"
+        )
+    about = {
+        "type": "cache_benchmark",
+        "checkpoint_sha256": hashlib.sha256(args.checkpoint.read_bytes()).hexdigest(),
+        "device": str(device),
+        "dtype": str(model.token_embedding.weight.dtype),
+        "hardware": hardware_name(device),
+        "python": platform.python_version(),
+        "pytorch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "weight_bytes": sum(w.numel() * w.element_size() for w in model.parameters()),
+    }
+    prompt = torch.tensor([[tokenizer.bos_id()]], device=device)
+    for cached in (False, True):
+        timed_generation(model, prompt, min(8, *args.lengths), cached)
+
+    started = time.perf_counter()
+    work = [n * (n + 128) for n in args.lengths for _ in range(args.repeats)]  # grows so, roughly
+
+    def report(length: int, repeat: int) -> None:
+        done = len(rows) * args.repeats + repeat
+        spent = time.perf_counter() - started
+        left = f", about {spent / sum(work[:done]) * sum(work[done:]):.0f} s left" if done else ""
+        print(f"length {length}, repeat {repeat + 1} of {args.repeats}{left}", file=sys.stderr)
+
+    rows = []
+    for length in args.lengths:
+        row = about | measure(model, prompt, length, args.repeats, report)
+        row["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        append_row(args.out, row)
+        rows.append(row)
+        if not row["greedy_equal"]:
+            raise RuntimeError(f"cached generation changed greedy output at length {length}")
+    print(markdown_table(rows))
+    print(f"\n{about['hardware']}, {about['device']}, {args.dtype}, {about['threads']} threads,")
+    print(f"Python {about['python']}, PyTorch {about['pytorch']}, median of {args.repeats} [min-max]")
+
+
+def generate_stage(args: argparse.Namespace) -> None:
+    """Stream the prompt's continuation to stdout, and its speed to stderr."""
+    prompt = args.prompt
+    if prompt == "-":
+        prompt = sys.stdin.buffer.read().decode().removesuffix("\n")
+    model, tokenizer = load(args)
+    device = model.token_embedding.weight.device
+    ids = [tokenizer.bos_id(), *tokenizer.encode(prompt)]
+    generator = torch.Generator(device).manual_seed(args.seed)
+    tokens = model.stream(
+        torch.tensor([ids], device=device), args.tokens, cached=not args.no_cache,
+        temperature=args.temperature, top_k=args.top_k, generator=generator,
+    )
+    shown, count = tokenizer.decode(ids), 0
+    print(shown, end="", flush=True)
+    start = time.perf_counter()
+    for token in tokens:
+        count += 1
+        if token.item() == tokenizer.eos_id():
+            break
+        ids.append(token.item())
+        text = tokenizer.decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character's bytes may follow
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    seconds = time.perf_counter() - start
+    print(tokenizer.decode(ids)[len(shown) :], flush=True)
+    held = 0 if args.no_cache else min(len(ids) - 1, model.config.context_length)
+    size = kv_cache_bytes(model.config, held, model.token_embedding.weight.element_size())
+    print(
+        f"{count} tokens, {count / seconds:.1f} tokens/s, {size:,} cache bytes", file=sys.stderr
+    )
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def temperature(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"must be finite and at least 0, got {text}")
+    return value
+
+
+def device_name(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
+    return text
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one stage; returns the exit status. Wrong arguments leave through argparse with 2."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--checkpoint", type=Path, default=CHECKPOINTS / "octlm-26m.pt")
+    common.add_argument("--tokenizer", type=Path, default=CHECKPOINTS / "tokenizer.model")
+    common.add_argument("--device", type=device_name, default="auto", help="auto, cpu, cuda, cuda:N")
+    common.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
+                        help="auto: float16 on CUDA, float32 on CPU")
+    common.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's choice)")
+    parser = argparse.ArgumentParser(prog="day5.py", description=__doc__.split("\n")[0])
+    stages = parser.add_subparsers(dest="stage", required=True)
+
+    cache = stages.add_parser("cache", parents=[common], help="measure naive against cached")
+    cache.add_argument("--lengths", type=positive, nargs="+", default=[64, 256, 512])
+    cache.add_argument("--out", type=Path, required=True, help="new file for the JSONL rows")
+    cache.add_argument("--repeats", type=positive, default=3)
+
+    generate = stages.add_parser("generate", parents=[common], help="stream text")
+    generate.add_argument("--prompt", default="Once upon a time", help="- reads standard input")
+    generate.add_argument("--tokens", type=positive, default=200, help="at most this many")
+    generate.add_argument("--temperature", type=temperature, default=0.8, help="0 is greedy")
+    generate.add_argument("--top-k", type=positive, default=40)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--no-cache", action="store_true", help="the naive path; the same text")
+
+    args = parser.parse_args(argv)
+    try:
+        (cache_stage if args.stage == "cache" else generate_stage)(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("day5.py: interrupted; rows already written are kept", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # as in `| head -1`; Python would flush once more and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("day5.py: standard output was closed", file=sys.stderr)
+        return 1
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"day5.py: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
