@@ -166,8 +166,9 @@ def hardware_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def markdown_table(rows: list[dict]) -> str:
@@ -242,7 +243,8 @@ def cache_stage(args: argparse.Namespace) -> None:
             raise RuntimeError(f"cached generation changed greedy output at length {length}")
     print(markdown_table(rows))
     print(f"\n{about['hardware']}, {about['device']}, {args.dtype}, {about['threads']} threads,")
-    print(f"Python {about['python']}, PyTorch {about['pytorch']}, median of {args.repeats} [min-max]")
+    print(f"PyTorch {about['pytorch']}, Python {about['python']}; median of {args.repeats} "
+          "with [min-max]")
 
 
 def generate_stage(args: argparse.Namespace) -> None:
@@ -304,7 +306,8 @@ def main(argv: list[str] | None = None) -> int:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--checkpoint", type=Path, default=CHECKPOINTS / "octlm-26m.pt")
     common.add_argument("--tokenizer", type=Path, default=CHECKPOINTS / "tokenizer.model")
-    common.add_argument("--device", type=device_name, default="auto", help="auto, cpu, cuda, cuda:N")
+    common.add_argument("--device", type=device_name, default="auto",
+                        help="auto, cpu, cuda or cuda:N")
     common.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
                         help="auto: float16 on CUDA, float32 on CPU")
     common.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's choice)")

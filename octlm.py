@@ -65,27 +65,31 @@ class DecoderConfig:
             if not holds:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
-        for name in ("vocab_size", "context_length", "n_layers", "n_heads", "n_kv_heads", "d_model",
-                     "d_ff", "attention_window", "kv_compress_block"):  # fmt: skip
-            value, may_be_off = getattr(self, name), name in ("attention_window", "kv_compress_block")
-            lowest = 0 if may_be_off else 1
-            require(name, type(value) is int and value >= lowest, f"an integer >= {lowest}")
-        for name in ("rope_base", "rope_scale", "norm_eps", "dropout"):
+        for name in ("vocab_size", "context_length", "n_layers", "n_heads", "n_kv_heads",
+                     "d_model", "d_ff"):
             value = getattr(self, name)
-            require(name, type(value) in (int, float) and math.isfinite(value), "a finite number")
-            require(name, value > 0 or name == "dropout", "positive")
-        require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+            require(name, type(value) is int and value > 0, "a positive integer")
+        for name in ("attention_window", "kv_compress_block"):
+            value = getattr(self, name)
+            require(name, type(value) is int and value >= 0, "0 (off) or a positive integer")
+        for name in ("rope_base", "rope_scale", "norm_eps"):
+            value = getattr(self, name)
+            finite = type(value) in (int, float) and 0 < value <= torch.finfo(torch.float32).max
+            require(name, finite, "a positive, finite number")
+        fraction = type(self.dropout) in (int, float) and 0 <= self.dropout < 1
+        require("dropout", fraction, "at least 0 and below 1")
         require("position", self.position in ("rope", "learned"), "'rope' or 'learned'")
         require("attention", self.attention in ("sdpa", "manual"), "'sdpa' or 'manual'")
-        shared = self.n_heads % self.n_kv_heads == 0
-        require("n_heads", shared, f"a multiple of n_kv_heads={self.n_kv_heads}")
-        require("d_model", self.d_model % self.n_heads == 0, f"a multiple of n_heads={self.n_heads}")
+        whole = self.d_model % self.n_heads == 0
+        require("d_model", whole, f"a multiple of n_heads={self.n_heads}")
+        whole = self.n_heads % self.n_kv_heads == 0
+        require("n_heads", whole, f"a multiple of n_kv_heads={self.n_kv_heads}")
         paired = self.position == "learned" or self.head_size % 2 == 0
-        require("d_model", paired, f"n_heads={self.n_heads} times an even head size for RoPE")
+        require("head_size", paired, "even for RoPE (it is d_model / n_heads)")
         fits = self.attention_window <= self.context_length
         require("attention_window", fits, f"at most context_length={self.context_length}")
         windowed = self.attention_window > 0 or self.kv_compress_block == 0
-        require("kv_compress_block", windowed, "0 when attention_window is 0")
+        require("kv_compress_block", windowed, "0 without an attention_window")
 
     @property
     def head_size(self) -> int:
@@ -93,12 +97,8 @@ class DecoderConfig:
 
 
 def rope_tables(
-    length: int,
-    head_size: int,
-    scale: float,
-    device: torch.device | str,
-    base: float = 10000.0,
-    start: int = 0,
+    length: int, head_size: int, scale: float, device: torch.device | str,
+    base: float = 10000.0, start: int = 0,
 ) -> Rope:
     """Cosine and sine for the positions from `start` on, each float32 [length, head_size // 2].
 
@@ -145,10 +145,10 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, width] to query [B, H, T, D], key and value [B, K, T, D], not yet rotated."""
-        head_size = self.config.head_size
-        query = self.query(x).unflatten(-1, (-1, head_size)).transpose(1, 2)
-        key = self.key(x).unflatten(-1, (-1, head_size)).transpose(1, 2)
-        value = self.value(x).unflatten(-1, (-1, head_size)).transpose(1, 2)
+        split = (-1, self.config.head_size)
+        query = self.query(x).unflatten(-1, split).transpose(1, 2)
+        key = self.key(x).unflatten(-1, split).transpose(1, 2)
+        value = self.value(x).unflatten(-1, split).transpose(1, 2)
         return query, key, value
 
     def merge(self, heads: Tensor) -> Tensor:
@@ -174,11 +174,8 @@ class Attention(nn.Module):
             mask = attention_mask(config, x.shape[1], x.device)
         dropout = config.dropout if self.training else 0.0
         if config.attention == "sdpa":
-            return self.merge(
-                F.scaled_dot_product_attention(
-                    query, key, value, mask, dropout, is_causal=mask is None, enable_gqa=True
-                )
-            )
+            return self.merge(F.scaled_dot_product_attention(
+                query, key, value, mask, dropout, is_causal=mask is None, enable_gqa=True))
         key = key.repeat_interleave(config.n_heads // config.n_kv_heads, dim=1)  # [B, H, S, D]
         value = value.repeat_interleave(config.n_heads // config.n_kv_heads, dim=1)
         scores = query / math.sqrt(config.head_size) @ key.transpose(-2, -1)  # [B, H, T, S]
@@ -197,24 +194,22 @@ class Attention(nn.Module):
         if rope is not None:  # a key is rotated here, once, at its absolute position
             query, key = apply_rope(query, *rope), apply_rope(key, *rope)
         if cache is not None:
-            for saved in cache:
-                if saved.dtype != key.dtype:
-                    raise ValueError(f"cache dtype must be {key.dtype}, got {saved.dtype}")
+            if not cache[0].dtype == cache[1].dtype == key.dtype:
+                given = f"{cache[0].dtype} and {cache[1].dtype}"
+                raise ValueError(f"cache dtype must be {key.dtype}, got {given}")
             key, value = torch.cat((cache[0], key), dim=2), torch.cat((cache[1], value), dim=2)
         new, total = x.shape[1], key.shape[2]
         if new == 1:
             # One query sees every key, so no mask: query heads that share keys fold into rows.
             rows = query.reshape(x.shape[0], self.config.n_kv_heads, -1, self.config.head_size)
             heads = F.scaled_dot_product_attention(rows, key, value).reshape(query.shape)
-        elif new == total:
-            heads = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=True
-            )
         else:
-            # is_causal would align its triangle to the upper left: row 0 would see only key 0.
-            column = torch.arange(total, device=x.device)
-            mask = column <= column[-new:, None]  # [T, S], by absolute position
-            heads = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+            mask = None
+            if new < total:  # here is_causal would align its triangle to the upper left
+                column = torch.arange(total, device=x.device)
+                mask = column <= column[-new:, None]  # [T, S], by absolute position
+            heads = F.scaled_dot_product_attention(
+                query, key, value, mask, is_causal=mask is None, enable_gqa=True)
         return self.merge(heads), (key, value)
 
 
@@ -269,11 +264,11 @@ class Decoder(nn.Module):
         self.final_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.lm_head.weight = self.token_embedding.weight
-        for name, weight in self.named_parameters():  # as GPT-2
+        for name, weight in self.named_parameters():  # as GPT-2; norms stay at 1
             into_residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
             if weight.ndim == 2:
-                std = 0.02 / math.sqrt(2 * config.n_layers) if into_residual else 0.02
-                nn.init.normal_(weight, std=std)
+                depth = 2 * config.n_layers if into_residual else 1
+                nn.init.normal_(weight, std=0.02 / math.sqrt(depth))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Full pass: token_ids [B, T] to logits [B, T, vocab], T at most context_length.
@@ -285,9 +280,10 @@ class Decoder(nn.Module):
     def _hidden(self, token_ids: Tensor) -> Tensor:
         """The full pass up to the output head: [B, T, width]."""
         _check_token_ids(token_ids)
-        length = token_ids.shape[1]
-        if length > self.config.context_length:
-            raise ValueError(f"{length} positions exceed context_length {self.config.context_length}")
+        if token_ids.shape[1] > self.config.context_length:
+            raise ValueError(
+                f"sequence exceeds context_length {self.config.context_length}: "
+                f"{token_ids.shape[1]} positions")
         x, rope = self._embed(token_ids, start=0)
         x = self.dropout(x)
         for block in self.blocks:
@@ -312,15 +308,13 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"cached forward requires full SDPA attention, got attention={config.attention!r}, "
                 f"attention_window={config.attention_window}, "
-                f"kv_compress_block={config.kv_compress_block}"
-            )
+                f"kv_compress_block={config.kv_compress_block}")
         _check_token_ids(token_ids)
-        start = 0 if cache is None else self._check_cache(cache, token_ids)
+        start = 0 if cache is None else self._saved_positions(cache, token_ids.shape[0])
         if start + token_ids.shape[1] > config.context_length:
             raise ValueError(
                 f"cached sequence exceeds context_length {config.context_length}: "
-                f"{start} saved and {token_ids.shape[1]} new positions"
-            )
+                f"{start} saved and {token_ids.shape[1]} new positions")
         x, rope = self._embed(token_ids, start)
         joined = []
         for layer, block in enumerate(self.blocks):
@@ -328,24 +322,21 @@ class Decoder(nn.Module):
             joined.append(entry)
         return self.lm_head(self.final_norm(x)), joined
 
-    def _check_cache(self, cache: Cache, token_ids: Tensor) -> int:
-        """The number of saved positions, once every layer is known to fit."""
-        config = self.config
+    def _saved_positions(self, cache: Cache, batch: int) -> int:
+        """How many positions the cache holds; ValueError unless every layer fits."""
+        config, device = self.config, self.token_embedding.weight.device
         if len(cache) != config.n_layers or any(len(entry) != 2 for entry in cache):
             raise ValueError(
-                f"cache must have one entry per layer: {config.n_layers} (key, value) pairs"
-            )
+                f"cache must have one entry per layer: {config.n_layers} (key, value) pairs")
         first = cache[0][0]
         saved = first.shape[2] if first.ndim == 4 else 0
-        expected = (token_ids.shape[0], config.n_kv_heads, saved, config.head_size)
-        device = self.token_embedding.weight.device
+        expected = (batch, config.n_kv_heads, saved, config.head_size)
         for layer, entry in enumerate(cache):
             for name, tensor in zip(("key", "value"), entry):
                 if tensor.shape != expected or tensor.device != device:
                     raise ValueError(
                         f"cache {name} of layer {layer} must be {expected} on {device}, "
-                        f"got {tuple(tensor.shape)} on {tensor.device}"
-                    )
+                        f"got {tuple(tensor.shape)} on {tensor.device}")
         return saved
 
     def _embed(self, token_ids: Tensor, start: int) -> tuple[Tensor, Rope | None]:
@@ -373,13 +364,8 @@ class Decoder(nn.Module):
         return _joined(token_ids, self.stream(token_ids, max_new_tokens, True, **sampling))
 
     def stream(
-        self,
-        token_ids: Tensor,
-        max_new_tokens: int,
-        cached: bool = True,
-        *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
+        self, token_ids: Tensor, max_new_tokens: int, cached: bool = True, *,
+        temperature: float = 0.0, top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
         """Yield max_new_tokens times the next int64 [B, 1] after the prompt token_ids [B, T].
@@ -398,32 +384,30 @@ class Decoder(nn.Module):
         if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
             raise ValueError(
                 f"token IDs must be from 0 to {config.vocab_size - 1}, "
-                f"got {token_ids.min()} to {token_ids.max()}"
-            )
+                f"got {token_ids.min()} to {token_ids.max()}")
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
         if top_k is not None and (type(top_k) is not int or top_k < 1):
             raise ValueError(f"top_k must be None or an integer >= 1, got {top_k!r}")
-        if generator is not None and generator.device != device:
+        # An empty tensor turns "cuda" into "cuda:0", as the model's device reads.
+        if generator and torch.empty(0, device=generator.device).device != device:
             raise ValueError(f"generator must be on {device}, got {generator.device}")
-        return self._stream(token_ids, max_new_tokens, cached, temperature, top_k, generator)
+        text = token_ids[:, -config.context_length :].to(torch.int64, copy=True)
+        return self._stream(text, max_new_tokens, cached, temperature, top_k, generator)
 
-    def _stream(self, token_ids, max_new_tokens, cached, temperature, top_k, generator):
-        context = self.config.context_length
-        text, cache = token_ids[:, -context:].long(), None
+    def _stream(self, text, max_new_tokens, cached, temperature, top_k, generator):
+        context, cache = self.config.context_length, None
         for _ in range(max_new_tokens):
-            with torch.inference_mode():  # never around a yield: the caller's mode is its own
+            with torch.inference_mode():  # not around the yield: the caller's mode is its own
                 if not cached:
-                    logits = self.lm_head(self._hidden(text)[:, -1])
+                    logits = self.lm_head(self._hidden(text)[:, -1:])
                 elif cache is None or cache[0][0].shape[2] == context:
                     logits, cache = self.forward_cached(text)
-                    logits = logits[:, -1]
                 else:
                     logits, cache = self.forward_cached(text[:, -1:], cache)
-                    logits = logits[:, -1]
-                token = sample(logits, temperature, top_k, generator)
+                token = sample(logits[:, -1], temperature, top_k, generator)
                 text = torch.cat((text, token), dim=1)[:, -context:]
             with torch.inference_mode(False):
                 token = token.clone()  # an ordinary tensor, which autograd accepts
@@ -431,9 +415,7 @@ class Decoder(nn.Module):
 
 
 def sample(
-    logits: Tensor,
-    temperature: float = 0.0,
-    top_k: int | None = None,
+    logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """The next token for each row of logits [B, vocab]: int64 [B, 1], arguments as in `stream`.
@@ -462,9 +444,7 @@ def _joined(token_ids: Tensor, new_tokens: Iterable[Tensor]) -> Tensor:
 def _check_token_ids(token_ids: Tensor) -> None:
     if token_ids.ndim != 2 or token_ids.numel() == 0:
         raise ValueError(
-            "token IDs must have shape [batch, nonempty sequence], "
-            f"got {list(token_ids.shape)}"
-        )
+            f"token IDs must have shape [batch, nonempty sequence], got {list(token_ids.shape)}")
     if token_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"token IDs must be int64 or int32, got {token_ids.dtype}")
 
@@ -511,46 +491,48 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
         raise ValueError(f"checkpoint {path} is not a file")
     with open(path, "rb") as file:
         try:
-            damaged = zipfile.ZipFile(file).testzip()  # torch.load does not verify checksums
+            damaged = zipfile.ZipFile(file).testzip()  # torch.load verifies no checksums
             if damaged is not None:
                 raise ValueError(f"{damaged} is corrupted")
             file.seek(0)
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            model = _restore(torch.load(file, map_location="cpu", weights_only=True))
         except Exception as error:  # damaged bytes raise almost anything
-            fault = str(error).strip().split("\n")[0]
-            raise ValueError(f"checkpoint {path} cannot be read: {fault}") from error
-    try:
-        return _model_from(content).to(device)
-    except ValueError as error:
-        raise ValueError(f"checkpoint {path}: {error}") from error
+            fault = str(error).strip().split("\n")[0] or type(error).__name__
+            raise ValueError(f"checkpoint {path}: {fault}") from error
+    return model.to(device)
 
 
-def _model_from(content: object) -> Decoder:
-    if not isinstance(content, dict) or content.get("format") != 1:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"format must be 1, got {found!r}")
+def _restore(content: dict) -> Decoder:
+    if not isinstance(content, dict) or "format" not in content:
+        raise ValueError("not an octlm checkpoint")
+    if content["format"] != 1:
+        raise ValueError(f"format must be 1, got {content['format']!r}")
     given, weights = content.get("config"), content.get("weights")
     if not isinstance(given, dict) or not isinstance(weights, dict):
         raise ValueError("config and weights must be dictionaries")
-    _check_names("config field", given, {field.name for field in fields(DecoderConfig)})
-    with torch.device("meta"):  # shapes first: no memory and no random numbers are spent
-        model = Decoder(DecoderConfig(**given))
-    expected = {name: weight.shape for name, weight in model.named_parameters()}
-    _check_names("weight", weights, set(expected))
+    _check_names("config fields", given, {field.name for field in fields(DecoderConfig)})
+    config = DecoderConfig(**given)
+    if config.n_layers > len(weights):
+        raise ValueError(f"{config.n_layers} layers in the config, but {len(weights)} weights")
+    with torch.device("meta"):  # shapes alone: no memory, no random numbers
+        model = Decoder(config)
+    expected = dict(model.named_parameters())  # the tied head left out
+    _check_names("weights", weights, set(expected))
     for name, weight in weights.items():
-        if not isinstance(weight, Tensor) or weight.shape != expected[name]:
-            found = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-            raise ValueError(f"weight {name} must be {list(expected[name])}, got {found}")
+        shape = list(expected[name].shape)
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            raise ValueError(f"weight {name} must be a floating-point tensor")
+        if list(weight.shape) != shape:
+            raise ValueError(f"weight {name} must be {shape}, got {list(weight.shape)}")
         weights[name] = weight.to(torch.float32, copy=True).contiguous()
         if not weights[name].isfinite().all():
             raise ValueError(f"weight {name} is not finite")
-    model.load_state_dict(weights, strict=False, assign=True)  # all but the tied head
+    model.load_state_dict(weights, strict=False, assign=True)
     model.lm_head.weight = model.token_embedding.weight
     return model.eval()
 
 
 def _check_names(kind: str, given: dict, expected: set[str]) -> None:
     if given.keys() != expected:
-        missing = sorted(expected - given.keys())
-        unexpected = sorted(map(str, given.keys() - expected))
-        raise ValueError(f"{kind}s missing: {missing}, unexpected: {unexpected}")
+        missing, unexpected = expected - given.keys(), map(str, given.keys() - expected)
+        raise ValueError(f"{kind} missing: {sorted(missing)}, unexpected: {sorted(unexpected)}")
