@@ -21,7 +21,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -40,7 +40,8 @@ def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
     if not path.exists():
         raise FileNotFoundError(f"tokenizer {path} does not exist")
     try:
-        tokenizer = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        tokenizer = sentencepiece.SentencePieceProcessor()
+        tokenizer.LoadFromSerializedProto(path.read_bytes())
     except RuntimeError:
         raise ValueError(f"{path} is not a sentencepiece model") from None
     if tokenizer.bos_id() < 0:
@@ -247,11 +248,34 @@ def cache_stage(args: argparse.Namespace) -> None:
           "with [min-max]")
 
 
+def text_pieces(
+    tokenizer: sentencepiece.SentencePieceProcessor, prompt: list[int], new: Iterable[int]
+) -> Iterator[str]:
+    """The prompt's text, then the new tokens' as they come; joined, `decode` of them all.
+
+    A character made of several byte tokens is held back until its last byte is there.
+    """
+    ids = list(prompt)
+    shown = tokenizer.decode(ids)
+    yield shown
+    for token in new:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(ids)[len(shown) :]
+
+
 def generate_stage(args: argparse.Namespace) -> None:
     """Stream the prompt's continuation to stdout, and its speed to stderr."""
-    prompt = args.prompt
-    if prompt == "-":
-        prompt = sys.stdin.buffer.read().decode().removesuffix("\n")
+    prompt = args.prompt.encode(errors="surrogateescape")  # as the shell gave it
+    if prompt == b"-":
+        prompt = sys.stdin.buffer.read().removesuffix(b"\n")
+    try:
+        prompt = prompt.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt is not UTF-8: {error}") from None
     model, tokenizer = load(args)
     device = model.token_embedding.weight.device
     ids = [tokenizer.bos_id(), *tokenizer.encode(prompt)]
@@ -260,24 +284,26 @@ def generate_stage(args: argparse.Namespace) -> None:
         torch.tensor([ids], device=device), args.tokens, cached=not args.no_cache,
         temperature=args.temperature, top_k=args.top_k, generator=generator,
     )
-    shown, count = tokenizer.decode(ids), 0
-    print(shown, end="", flush=True)
+    made = []
+
+    def until_end_of_text() -> Iterator[int]:
+        for token in tokens:
+            made.append(token.item())
+            if made[-1] == tokenizer.eos_id():
+                return
+            yield made[-1]
+
     start = time.perf_counter()
-    for token in tokens:
-        count += 1
-        if token.item() == tokenizer.eos_id():
-            break
-        ids.append(token.item())
-        text = tokenizer.decode(ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character's bytes may follow
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+    for piece in text_pieces(tokenizer, ids, until_end_of_text()):
+        print(piece, end="", flush=True)
     seconds = time.perf_counter() - start
-    print(tokenizer.decode(ids)[len(shown) :], flush=True)
-    held = 0 if args.no_cache else min(len(ids) - 1, model.config.context_length)
-    size = kv_cache_bytes(model.config, held, model.token_embedding.weight.element_size())
+    print(flush=True)
+    positions = min(len(ids) + len(made) - 1, model.config.context_length)
+    element_size = model.token_embedding.weight.element_size()
+    held = 0 if args.no_cache else kv_cache_bytes(model.config, positions, element_size)
     print(
-        f"{count} tokens, {count / seconds:.1f} tokens/s, {size:,} cache bytes", file=sys.stderr
+        f"{len(made)} tokens, {len(made) / seconds:.1f} tokens/s, {held:,} cache bytes",
+        file=sys.stderr,
     )
 
 
@@ -285,6 +311,13 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, got {value}")
     return value
 
 
@@ -324,7 +357,7 @@ def main(argv: list[str] | None = None) -> int:
     generate.add_argument("--tokens", type=positive, default=200, help="at most this many")
     generate.add_argument("--temperature", type=temperature, default=0.8, help="0 is greedy")
     generate.add_argument("--top-k", type=positive, default=40)
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--seed", type=seed, default=0)
     generate.add_argument("--no-cache", action="store_true", help="the naive path; the same text")
 
     args = parser.parse_args(argv)

@@ -392,7 +392,7 @@ class Decoder(nn.Module):
         if top_k is not None and (type(top_k) is not int or top_k < 1):
             raise ValueError(f"top_k must be None or an integer >= 1, got {top_k!r}")
         # An empty tensor turns "cuda" into "cuda:0", as the model's device reads.
-        if generator and torch.empty(0, device=generator.device).device != device:
+        if generator is not None and torch.empty(0, device=generator.device).device != device:
             raise ValueError(f"generator must be on {device}, got {generator.device}")
         text = token_ids[:, -config.context_length :].to(torch.int64, copy=True)
         return self._stream(text, max_new_tokens, cached, temperature, top_k, generator)
@@ -427,12 +427,12 @@ def sample(
     logits = logits.float()
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)  # the lowest index among equals
-    # Below the largest logit nothing overflows, however small the temperature.
-    smallest = torch.finfo(torch.float32).tiny
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, smallest)
     if top_k is not None and top_k < logits.shape[-1]:
         order = logits.argsort(dim=-1, descending=True, stable=True)  # lowest index among equals
         logits = logits.scatter(-1, order[:, top_k:], -math.inf)
+    # Below the largest logit nothing overflows, however small the temperature.
+    temperature = max(temperature, torch.finfo(torch.float32).tiny)
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
 
 
