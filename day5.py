@@ -75,16 +75,12 @@ def timed_generation(
     model: Decoder, prompt: Tensor, length: int, cached: bool
 ) -> tuple[Tensor, float]:
     """Greedy tokens [1, prompt + length] and the seconds that they took, device time included."""
-
-    def synchronize() -> None:
-        if prompt.device.type == "cuda":
-            torch.cuda.synchronize(prompt.device)
-
     generate = model.generate_cached if cached else model.generate
-    synchronize()
+    synchronize = torch.get_device_module(prompt.device).synchronize  # a no-op on the CPU
+    synchronize(prompt.device)
     start = time.perf_counter()
     tokens = generate(prompt, length)
-    synchronize()
+    synchronize(prompt.device)
     return tokens, time.perf_counter() - start
 
 

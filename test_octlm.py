@@ -1,24 +1,27 @@
 """Tests of octlm: every number against an independent reference or against the full pass.
 
-The reference below is written from the formulas alone: one position, one head and one channel pair
-at a time, in float64. The small models have weights large enough that attention is far from
-uniform, so that a wrong mask or a wrong position moves the logits far beyond every tolerance.
+The reference is written from the formulas alone, in float64: one position, one head and one channel
+pair at a time. The small models have weights so large that attention is far from uniform: a wrong
+mask, head or position moves their logits by far more than any tolerance here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import hashlib
 import importlib.util
 import io
 import json
 import math
 import os
+import platform
+import statistics
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, asdict, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -29,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import day5
 import octlm
 from octlm import Decoder, DecoderConfig, load_checkpoint, save_checkpoint
 
@@ -39,20 +43,32 @@ TOKENIZER = HERE / "checkpoints" / "tokenizer.model"
 SMALL = DecoderConfig(
     vocab_size=61, context_length=12, n_layers=2, n_heads=8, n_kv_heads=2, d_model=64, d_ff=48
 )
-HEADS = [{"n_kv_heads": n} for n in (1, 2, 4, 8)]
-ROPES = [{"rope_base": base, "rope_scale": scale} for base, scale in ((50.0, 1.0), (1e4, 4.0), (500.0, 0.3))]
-FORMS = [{**heads, "position": word} for heads in HEADS for word in ("rope", "learned")] + ROPES
-WINDOWS = [
-    {"attention_window": window, "kv_compress_block": block}
-    for window, block in ((1, 0), (3, 0), (12, 0), (1, 1), (1, 2), (2, 5), (4, 3), (12, 2), (3, 20))
+FORMS = [
+    *({"n_kv_heads": heads, "position": word}
+      for heads in (1, 2, 4, 8) for word in ("rope", "learned")),
+    *({"rope_base": base, "rope_scale": scale}
+      for base, scale in ((50.0, 1.0), (1e4, 4.0), (500.0, 0.3))),
 ]  # fmt: skip
+WINDOWS = [
+    *({"attention_window": window, "kv_compress_block": block} for window, block in
+      ((1, 0), (3, 0), (12, 0), (1, 1), (1, 2), (2, 5), (4, 3), (12, 2), (3, 20))),
+    {"attention_window": 3, "position": "learned"},
+    {"attention_window": 2, "kv_compress_block": 3, "position": "learned"},
+    {"attention_window": 3, "kv_compress_block": 3, "rope_base": 50.0, "rope_scale": 0.5},
+]  # fmt: skip
+SAMPLED = {"temperature": 0.9, "top_k": 20}
+
+over_forms = pytest.mark.parametrize("form", FORMS, ids=str)
+over_attention = pytest.mark.parametrize("attention", ["sdpa", "manual"])
+over_positions = pytest.mark.parametrize("position", ["rope", "learned"])
+over_paths = pytest.mark.parametrize("cached", [False, True])
 
 
 # Helpers
 
 
 def small_model(seed: int = 0, **changes) -> Decoder:
-    """A decoder in eval mode with weights of a trained one's size; no two of its heads agree."""
+    """A decoder in eval mode whose weights are as large as a trained one's."""
     torch.manual_seed(seed)
     model = Decoder(replace(SMALL, **changes)).eval()
     with torch.no_grad():
@@ -64,27 +80,18 @@ def small_model(seed: int = 0, **changes) -> Decoder:
     return model
 
 
-def random_ids(batch: int, length: int, vocab_size: int = SMALL.vocab_size, seed: int = 1) -> Tensor:
-    return torch.randint(vocab_size, (batch, length), generator=seeded(seed))
-
-
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def assert_near(actual: Tensor, expected, tolerance: float) -> None:
-    """Every number within an absolute tolerance, and the same shape."""
+def random_ids(batch: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(SMALL.vocab_size, (batch, length), generator=seeded(seed))
+
+
+def assert_near(actual: Tensor, expected: Tensor | np.ndarray, tolerance: float) -> None:
+    """Every single number, within an absolute tolerance."""
     expected = torch.as_tensor(expected).to(actual.dtype)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-def compositions(total: int) -> Iterator[tuple[int, ...]]:
-    """All 2 ** (total - 1) ways to cut `total` positions into chunks."""
-    if total == 0:
-        yield ()
-    for first in range(1, total + 1):
-        for rest in compositions(total - first):
-            yield (first, *rest)
+    torch.testing.assert_close(actual.detach(), expected.detach(), rtol=0, atol=tolerance)
 
 
 def in_chunks(model: Decoder, ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -96,29 +103,38 @@ def in_chunks(model: Decoder, ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
     return torch.cat(rows, dim=1)
 
 
+def compositions(total: int) -> Iterator[tuple[int, ...]]:
+    """All 2 ** (total - 1) ways to cut `total` positions into chunks."""
+    if total == 0:
+        yield ()
+    for first in range(1, total + 1):
+        for rest in compositions(total - first):
+            yield (first, *rest)
+
+
 def tensors_of(cache: octlm.Cache) -> list[Tensor]:
     return [tensor for entry in cache for tensor in entry]
 
 
-def weights_of(model: Decoder) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+def storages_of(cache: octlm.Cache) -> dict[int, int]:
+    """Address and bytes of every storage in a cache."""
+    storages = [tensor.untyped_storage() for tensor in tensors_of(cache)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def assert_same_weights(actual: Decoder, expected: dict[str, Tensor]) -> None:
-    found = weights_of(actual)
-    assert found.keys() == expected.keys()
-    for name, weight in found.items():
-        assert weight.dtype == expected[name].dtype and torch.equal(weight, expected[name]), name
+def assert_same_weights(actual: Decoder, expected: Decoder) -> None:
+    """Bit for bit, and the same dtypes."""
+    pairs = zip(actual.named_parameters(), expected.named_parameters(), strict=True)
+    for (name, found), (expected_name, weight) in pairs:
+        assert name == expected_name and found.dtype == weight.dtype
+        assert torch.equal(found, weight), name
 
 
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-# The reference: plain loops in float64
+# The reference
 
 
 def reference_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -136,8 +152,10 @@ def reference_rotate(x: np.ndarray, position: int, config: DecoderConfig) -> np.
     return turned
 
 
-def reference_attend(i: int, query: np.ndarray, keys: list, values: list, config: DecoderConfig):
-    """What one head sends to position i: query [D], keys and values a list of [D]."""
+def reference_attend(
+    i: int, query: np.ndarray, keys: list, values: list, config: DecoderConfig
+) -> np.ndarray:
+    """What one head of position i receives: query [D], keys and values one [D] per position."""
     window, block = config.attention_window or len(keys), config.kv_compress_block
     seen = []
     for j in range(len(keys)):
@@ -156,17 +174,20 @@ def reference_attend(i: int, query: np.ndarray, keys: list, values: list, config
 
 def reference_logits(model: Decoder, token_ids: list[int]) -> np.ndarray:
     """The logits [T, vocab] of one sequence."""
-    config, state = model.config, model.state_dict()
-    weights = {name: weight.double().numpy() for name, weight in state.items()}
+    config = model.config
+    weights = {name: weight.double().numpy() for name, weight in model.state_dict().items()}
+    embedding, eps = weights["token_embedding.weight"], config.norm_eps
     size, shared = config.d_model // config.n_heads, config.n_heads // config.n_kv_heads
-    x = [weights["token_embedding.weight"][token] for token in token_ids]
+    x = [embedding[token] for token in token_ids]
     if config.position == "learned":
         x = [row + weights["position_embedding.weight"][i] for i, row in enumerate(x)]
     for layer in range(config.n_layers):
-        part = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blocks.{layer}.")}
-        normed = [reference_norm(row, part["attention_norm.weight"], config.norm_eps) for row in x]
+        start = f"blocks.{layer}."
+        part = {name.removeprefix(start).removesuffix(".weight"): weight
+                for name, weight in weights.items() if name.startswith(start)}  # fmt: skip
+        normed = [reference_norm(row, part["attention_norm"], eps) for row in x]
         query, key, value = (
-            [(part[f"attention.{name}.weight"] @ row).reshape(-1, size) for row in normed]
+            [(part[f"attention.{name}"] @ row).reshape(-1, size) for row in normed]
             for name in ("query", "key", "value")
         )
         for i in range(len(x)):
@@ -175,31 +196,27 @@ def reference_logits(model: Decoder, token_ids: list[int]) -> np.ndarray:
                 keys = [row[h // shared] for row in key]
                 values = [row[h // shared] for row in value]
                 heads.append(reference_attend(i, query[i][h], keys, values, config))
-            x[i] = x[i] + part["attention.output.weight"] @ np.concatenate(heads)
-            inner = reference_norm(x[i], part["feed_forward_norm.weight"], config.norm_eps)
-            gate = part["feed_forward.gate.weight"] @ inner
-            up = part["feed_forward.up.weight"] @ inner
-            x[i] = x[i] + part["feed_forward.down.weight"] @ (gate / (1 + np.exp(-gate)) * up)
-    last = weights["final_norm.weight"]
-    return np.array(
-        [weights["token_embedding.weight"] @ reference_norm(row, last, config.norm_eps) for row in x]
-    )
+            x[i] = x[i] + part["attention.output"] @ np.concatenate(heads)
+            inner = reference_norm(x[i], part["feed_forward_norm"], eps)
+            gate, up = part["feed_forward.gate"] @ inner, part["feed_forward.up"] @ inner
+            x[i] = x[i] + part["feed_forward.down"] @ (gate / (1 + np.exp(-gate)) * up)
+    last = [reference_norm(row, weights["final_norm.weight"], eps) for row in x]
+    return np.array([embedding @ row for row in last])
 
 
 # Config
 
 
-def test_defaults_and_parameter_count():
-    """The default model is the documented one, with the documented names and start values."""
-    config = DecoderConfig(vocab_size=8192)
-    assert asdict(config) == {
+def test_defaults_names_and_parameter_count():
+    """The default model is the documented one; people load weights by these names."""
+    model = Decoder(DecoderConfig(vocab_size=8192))
+    assert asdict(model.config) == {
         "vocab_size": 8192, "context_length": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 2,
         "d_model": 512, "d_ff": 1368, "position": "rope", "rope_base": 10000.0, "rope_scale": 1.0,
         "attention": "sdpa", "attention_window": 0, "kv_compress_block": 0, "dropout": 0.0,
         "norm_eps": 1e-6,
     }  # fmt: skip
-    assert config.head_size == 64
-    model = Decoder(config)
+    assert model.config.head_size == 64
     assert sum(weight.numel() for weight in model.parameters()) == 26_255_872
     inner = [
         "attention_norm", "attention.query", "attention.key", "attention.value", "attention.output",
@@ -211,62 +228,59 @@ def test_defaults_and_parameter_count():
     assert model.lm_head.weight is model.token_embedding.weight
     for name, weight in model.named_parameters():
         narrow = name.endswith(("output.weight", "down.weight"))
-        std = 0.02 / 4 if narrow else 0.02  # 4 = sqrt(2 * 8 layers)
         if weight.ndim == 1:
-            assert torch.equal(weight, torch.ones_like(weight)), name
-        else:
-            assert weight.std().item() == pytest.approx(std, rel=0.02), name
+            assert (weight == 1).all(), name
+        else:  # 4 = sqrt(2 * 8 layers)
+            assert weight.std().item() == pytest.approx(0.02 / (4 if narrow else 1), rel=0.02), name
 
 
 SIZES = ("vocab_size", "context_length", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")
-REFUSED = (
-    [(name, value) for name in SIZES for value in (0, -1, True, 2.0, "2", None)]
-    + [(name, value) for name in ("attention_window", "kv_compress_block")
-       for value in (-1, False, 1.0, "1", None)]
-    + [(name, value) for name in ("rope_base", "rope_scale", "norm_eps")
-       for value in (0, -1, math.nan, math.inf, -math.inf, True, "1", None)]
-    + [("dropout", value) for value in (-0.1, 1, 1.5, math.nan, math.inf, False, "0", None)]
-    + [("position", value) for value in ("alibi", "", "RoPE", None, 0)]
-    + [("attention", value) for value in ("flash", "", "SDPA", None, True)]
-)  # fmt: skip
+REFUSED = [
+    *((name, value) for name in SIZES for value in (0, -1, True, 2.0, "2", None)),
+    *((name, value) for name in ("attention_window", "kv_compress_block")
+      for value in (-1, False, 1.0, "1", None)),
+    *((name, value) for name in ("rope_base", "rope_scale", "norm_eps")
+      for value in (0, -1, math.nan, math.inf, -math.inf, True, "1", None)),
+    *(("dropout", value) for value in (-0.1, 1, 1.5, math.nan, math.inf, False, "0", None)),
+    *(("position", value) for value in ("alibi", "", "RoPE", None, 0)),
+    *(("attention", value) for value in ("flash", "", "SDPA", None, True)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_config_refuses_a_value(name: str, value: object):
-    """The message names the field, what was given and what was expected."""
+    """The message names the field, what was expected and what was given."""
     with pytest.raises(ValueError, match=f"^{name} must be .+, got ") as error:
         DecoderConfig(**{"vocab_size": 61, name: value})
     assert str(error.value).endswith(f"got {value!r}")
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("changes", "text"),
     [
-        ("n_heads", {"n_kv_heads": 3}),
-        ("n_heads", {"n_heads": 2, "n_kv_heads": 4}),
-        ("d_model", {"d_model": 60}),
-        ("d_model", {"d_model": 24}),  # a head size of 3 has no channel pairs
-        ("attention_window", {"attention_window": 13}),
-        ("kv_compress_block", {"kv_compress_block": 2}),
+        ({"n_kv_heads": 3}, "n_heads must be .*n_kv_heads=3, got 8"),
+        ({"n_heads": 2, "n_kv_heads": 4}, "n_heads must be .*n_kv_heads=4, got 2"),
+        ({"d_model": 60}, "d_model must be .*n_heads=8, got 60"),
+        ({"d_model": 24}, "head_size must be even .*d_model.*, got 3"),
+        ({"attention_window": 13}, "attention_window must be .*context_length=12, got 13"),
+        ({"kv_compress_block": 2}, "kv_compress_block must be .*attention_window.*, got 2"),
     ],
 )
-def test_config_refuses_what_does_not_fit_together(name: str, changes: dict):
-    with pytest.raises(ValueError, match=f"^{name} must be .+, got ") as error:
+def test_config_refuses_what_does_not_fit_together(changes: dict, text: str):
+    with pytest.raises(ValueError, match=f"^{text}$"):
         replace(SMALL, **changes)
-    assert str(error.value).endswith(f"got {getattr(SMALL, name) if name not in changes else changes[name]}")
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"d_model": 24, "position": "learned"},
-        {"d_model": 16},
         {"attention_window": 12, "kv_compress_block": 100},
         {"rope_base": 1, "rope_scale": 2, "dropout": 0},
-        {"n_kv_heads": 8, "n_layers": 1, "d_ff": 1, "context_length": 1},
+        {"n_kv_heads": 8, "d_model": 16, "n_layers": 1, "d_ff": 1, "context_length": 1},
     ],
 )
-def test_config_accepts_the_edges(changes: dict):
+def test_config_accepts_the_edges_and_is_frozen(changes: dict):
     config = replace(SMALL, **changes)
     assert all(getattr(config, name) == value for name, value in changes.items())
     with pytest.raises(FrozenInstanceError):
@@ -281,24 +295,20 @@ def test_config_accepts_the_edges(changes: dict):
     [(7, 8, 1.0, 10000.0, 0), (5, 6, 4.0, 10000.0, 3), (4, 2, 0.5, 3.0, 9), (3, 64, 1.7, 5e5, 509)],
 )
 def test_rope_tables(length: int, head_size: int, scale: float, base: float, start: int):
-    cosine, sine = octlm.rope_tables(length, head_size, scale, "cpu", base=base, start=start)
+    bases = {} if base == 10000 else {"base": base}  # 10000 is the default
+    cosine, sine = octlm.rope_tables(length, head_size, scale, "cpu", **bases, start=start)
     assert cosine.shape == sine.shape == (length, head_size // 2)
     for row in range(length):
         for pair in range(head_size // 2):
             angle = (start + row) / scale * base ** (-2 * pair / head_size)
-            rounding = 1e-7 + 3e-7 * angle  # float32 carries angles to a relative 6e-8
+            rounding = 1e-7 + 3e-7 * angle  # float32 carries an angle to a relative 6e-8
             assert abs(cosine[row, pair].item() - math.cos(angle)) < rounding
             assert abs(sine[row, pair].item() - math.sin(angle)) < rounding
 
 
-def test_rope_tables_default_base():
-    pairs = zip(octlm.rope_tables(9, 8, 1.0, "cpu"), octlm.rope_tables(9, 8, 1.0, "cpu", 10000.0))
-    assert all(torch.equal(default, named) for default, named in pairs)
-
-
 @pytest.mark.parametrize("default", [torch.float64, torch.float16])
 def test_rope_tables_are_float32(default: torch.dtype):
-    """Half-precision tables would send distant positions to the same angle."""
+    """In half precision, distant positions would get the same angle."""
     expected = octlm.rope_tables(300, 8, 1.5, "cpu")
     torch.set_default_dtype(default)
     try:
@@ -317,56 +327,32 @@ def test_apply_rope_turns_adjacent_pairs(dtype: torch.dtype, tolerance: float):
     """Pairs (2i, 2i + 1), not the halves of the head; the dtype stays the input's."""
     x = torch.randn(2, 3, 5, 6, generator=seeded(0)).to(dtype)
     turned = octlm.apply_rope(x, *octlm.rope_tables(5, 6, 2.0, "cpu", base=50.0, start=4))
-    assert turned.dtype == dtype
+    assert turned.dtype == dtype and turned.shape == x.shape
     config = replace(SMALL, rope_base=50.0, rope_scale=2.0)
-    expected = torch.zeros(2, 3, 5, 6, dtype=torch.float64)
     for b, h, t in np.ndindex(2, 3, 5):
-        expected[b, h, t] = torch.from_numpy(
-            reference_rotate(x[b, h, t].double().numpy(), 4 + t, config)
-        )
-    assert_near(turned, expected, tolerance)
+        expected = reference_rotate(x[b, h, t].double().numpy(), 4 + t, config)
+        assert_near(turned[b, h, t], expected, tolerance)
 
 
 # Full pass
 
 
-def assert_equals_reference(model: Decoder, length: int = 12) -> None:
-    ids = random_ids(2, length)
-    expected = np.stack([reference_logits(model, row) for row in ids.tolist()])
-    assert_near(model(ids).detach(), expected, 2e-5)
-    tables = "float32 RoPE tables" if model.config.position == "rope" else ""
-    assert_near(model.double()(ids).detach(), expected, 2e-6 if tables else 1e-12)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "manual"])
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@over_attention
+@pytest.mark.parametrize("form", FORMS + WINDOWS, ids=str)
 def test_full_pass_equals_the_loops(form: dict, attention: str):
-    assert_equals_reference(small_model(**form, attention=attention))
+    model = small_model(**form, attention=attention)
+    for length in (12, 5, 1):
+        ids = random_ids(2, length)
+        expected = np.array([reference_logits(model, row) for row in ids.tolist()])
+        assert_near(model(ids), expected, 2e-5)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "manual"])
-@pytest.mark.parametrize("position", ["rope", "learned"])
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_windows_and_compression_equal_the_loops(window: dict, position: str, attention: str):
-    assert_equals_reference(small_model(**window, position=position, attention=attention))
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "manual"])
-@pytest.mark.parametrize("length", [1, 2, 7])
-def test_texts_shorter_than_the_context_equal_the_loops(length: int, attention: str):
-    model = small_model(attention=attention, attention_window=3, kv_compress_block=2)
-    assert_equals_reference(model, length)
-    assert_equals_reference(small_model(attention=attention), length)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "manual"])
+@over_attention
 @pytest.mark.parametrize("window", [0, 1, 3])
 def test_full_pass_is_causal(window: int, attention: str):
     """A token changes no earlier row, bit for bit, and every later one within reach."""
-    model = small_model(attention=attention, attention_window=window)
-    ids = random_ids(1, 12)
-    before = model(ids)[0]
-    reach = model.config.n_layers * (window - 1) if window else 12
+    model, ids = small_model(attention=attention, attention_window=window), random_ids(1, 12)
+    before, reach = model(ids)[0], model.config.n_layers * (window - 1) if window else 12
     for j in range(12):
         changed = ids.clone()
         changed[0, j] = (changed[0, j] + 1) % 61
@@ -375,74 +361,59 @@ def test_full_pass_is_causal(window: int, attention: str):
             assert moved[i] > 1e-4 if j <= i <= j + reach else moved[i] == 0, (i, j)
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [torch.zeros(5), torch.zeros(1, 2, 3), torch.zeros(1, 0), torch.zeros(0, 4), torch.tensor(3)],
-    ids=lambda ids: str(list(ids.shape)),
-)
-def test_both_passes_refuse_a_wrong_shape(ids: Tensor):
+@pytest.mark.parametrize("shape", [(5,), (1, 2, 3), (1, 0), (0, 4), ()], ids=str)
+def test_both_passes_refuse_a_wrong_shape(shape: tuple[int, ...]):
     model = small_model()
     for call in (model, model.forward_cached):
         with pytest.raises(ValueError, match=r"^token IDs must have shape \[batch, nonempty sequ"):
-            call(ids.long())
+            call(torch.zeros(shape, dtype=torch.long))
 
 
-def test_both_passes_refuse_ids_that_are_no_integers():
-    model = small_model()
-    for call in (model, model.forward_cached):
-        with pytest.raises(ValueError, match="^token IDs must be int64 or int32, got torch.float32"):
-            call(torch.zeros(1, 3))
-
-
-@pytest.mark.parametrize("position", ["rope", "learned"])
+@over_positions
 def test_full_pass_refuses_more_than_the_context(position: str):
     model = small_model(position=position)
-    assert model(random_ids(1, 12)).shape == (1, 12, 61)
-    with pytest.raises(ValueError, match="13 positions exceed context_length 12"):
+    with pytest.raises(ValueError, match="context_length 12.* 13 positions"):
         model(random_ids(1, 13))
 
 
 # Cached path
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@over_forms
 def test_every_chunking_equals_the_full_pass(form: dict):
-    """Wrong positions, masks or heads in any cached step; in float64, where rounding is no excuse."""
+    """A wrong position, mask or head in any cached step; float64 leaves rounding no room."""
     model, ids = small_model(**form).double(), random_ids(2, 7)
-    expected = model(ids).detach()
-    cuts = list(compositions(7))
+    expected, cuts = model(ids), list(compositions(7))
     assert len(cuts) == 64
     for lengths in cuts:
         assert_near(in_chunks(model, ids, lengths), expected, 1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@over_forms
 @pytest.mark.parametrize("lengths", [(12,), (3,) * 4, (1,) * 12, (5, 1, 6), (1, 11)], ids=str)
 def test_chunks_in_float32_equal_full_pass_and_loops(form: dict, lengths: tuple[int, ...]):
     """The whole prompt, three tokens and one token a step, up to the last position."""
     model, ids = small_model(**form), random_ids(2, 12)
     logits = in_chunks(model, ids, lengths)
-    assert_near(logits, model(ids).detach(), 2e-5)
+    assert_near(logits, model(ids), 2e-5)
     assert_near(logits[1], reference_logits(model, ids[1].tolist()), 2e-5)
 
 
-def test_saved_keys_are_rotated_once_at_their_position():
-    """The saved keys are the projected ones, rotated; the saved values are as projected."""
-    model, ids = small_model(n_layers=1), random_ids(1, 6)
-    cache = None
+def test_keys_are_saved_rotated():
+    """Once, at their absolute position; values as they were projected."""
+    model, ids, cache = small_model(n_layers=1), random_ids(1, 6), None
     for chunk in ids.split((3, 1, 2), dim=1):
         _, cache = model.forward_cached(chunk, cache)
-    key, value = cache[0]
-    assert key.shape == value.shape == (1, 2, 6, 8)
-    attention, norm = model.blocks[0].attention, model.blocks[0].attention_norm
+    weights = {name: weight.double().numpy() for name, weight in model.state_dict().items()}
     for i, token in enumerate(ids[0].tolist()):
-        row = model.token_embedding.weight[token].detach().double().numpy()
-        row = reference_norm(row, norm.weight.detach().double().numpy(), 1e-6)
-        keys = (attention.key.weight.detach().double().numpy() @ row).reshape(2, 8)
-        keys = np.stack([reference_rotate(head, i, model.config) for head in keys])
-        values = (attention.value.weight.detach().double().numpy() @ row).reshape(2, 8)
-        assert_near(key[0, :, i], keys, 1e-5)
-        assert_near(value[0, :, i], values, 1e-5)
+        row = weights["token_embedding.weight"][token]
+        row = reference_norm(row, weights["blocks.0.attention_norm.weight"], 1e-6)
+        key = (weights["blocks.0.attention.key.weight"] @ row).reshape(2, 8)
+        value = (weights["blocks.0.attention.value.weight"] @ row).reshape(2, 8)
+        for head in range(2):
+            rotated = reference_rotate(key[head], i, model.config)
+            assert_near(cache[0][0][0, head, i], rotated, 5e-6)
+            assert_near(cache[0][1][0, head, i], value[head], 5e-6)
 
 
 @pytest.mark.parametrize("saved", [0, 1, 5])
@@ -456,44 +427,25 @@ def test_cached_update_is_causal(saved: int):
         changed = chunk.clone()
         changed[0, j] = (changed[0, j] + 1) % 61
         moved = (model.forward_cached(changed, cache)[0][0] - before).abs().amax(dim=1)
-        assert (moved[:j] == 0).all() and (moved[j:] > 1e-3).all(), j
+        assert (moved[:j] == 0).all() and (moved[j:] > 1e-4).all(), j
 
 
-@pytest.mark.parametrize("position", ["rope", "learned"])
+@over_positions
 def test_the_cache_is_a_value(position: str):
-    """One prefix continued in two ways: nothing passed in changes, nothing returned is shared."""
+    """One prefix continued in three ways: nothing passed in changes, nothing returned is shared."""
     model, prefix = small_model(position=position), random_ids(2, 4)
     _, cache = model.forward_cached(prefix)
     entries, copies = list(cache), [tensor.clone() for tensor in tensors_of(cache)]
-    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(cache)}
     for seed, lengths in ((2, (5,)), (3, (1, 1, 3)), (4, (2, 3))):
-        more, longer, rows = random_ids(2, 5, seed=seed), cache, []
+        more, longer, rows = random_ids(2, 5, seed), cache, []
         for chunk in more.split(lengths, dim=1):
             logits, longer = model.forward_cached(chunk, longer)
             rows.append(logits)
-            returned = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(longer)}
-            assert returned.isdisjoint(storages) and len(returned) == 2 * model.config.n_layers
-        expected = model(torch.cat((prefix, more), dim=1))[:, 4:].detach()
+        expected = model(torch.cat((prefix, more), dim=1))[:, 4:]
         assert_near(torch.cat(rows, dim=1), expected, 2e-5)
-        for tensor in tensors_of(longer):  # not even writing to the new one reaches the old one
-            tensor.fill_(7.0)
-    assert len(cache) == len(entries) and all(a is b for a, b in zip(cache, entries))
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(cache), copies))
-
-
-def test_the_module_holds_no_state():
-    """Two sequences in turns through one model: neither sees the other."""
-    model, first, second = small_model(), random_ids(1, 9, seed=2), random_ids(3, 9, seed=3)
-    before, attributes = copy.deepcopy(model.state_dict()), set(vars(model))
-    caches, rows = [None, None], [[], []]
-    for start in (0, 3, 6):
-        for i, ids in enumerate((first, second)):
-            logits, caches[i] = model.forward_cached(ids[:, start : start + 3], caches[i])
-            rows[i].append(logits)
-    assert_near(torch.cat(rows[0], dim=1), model(first).detach(), 2e-5)
-    assert_near(torch.cat(rows[1], dim=1), model(second).detach(), 2e-5)
-    assert set(vars(model)) == attributes
-    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+        assert storages_of(longer).keys().isdisjoint(storages_of(cache))
+        assert len(cache) == len(entries) and all(a is b for a, b in zip(cache, entries))
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(cache), copies))
 
 
 def test_cached_forward_requires_eval_mode():
@@ -501,31 +453,25 @@ def test_cached_forward_requires_eval_mode():
         small_model().train().forward_cached(random_ids(1, 3))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"attention": "manual"},
-        {"attention_window": 12},
-        {"attention_window": 3, "kv_compress_block": 2},
-    ],
-    ids=str,
-)
-def test_cached_forward_requires_full_sdpa(changes: dict):
+@pytest.mark.parametrize("form", [{"attention": "manual"}, {"attention_window": 12}, WINDOWS[4]])
+def test_cached_forward_requires_full_sdpa(form: dict):
     with pytest.raises(ValueError, match="^cached forward requires full SDPA attention"):
-        small_model(**changes).forward_cached(random_ids(1, 3))
+        small_model(**form).forward_cached(random_ids(1, 3))
 
 
-@pytest.mark.parametrize("position", ["rope", "learned"])
+@over_positions
 @pytest.mark.parametrize("lengths", [(13,), (12, 1), (11, 2), (4, 9)], ids=str)
 def test_cached_forward_refuses_more_than_the_context(lengths: tuple[int, ...], position: str):
-    """A slice past the end of a table or buffer would be silent."""
+    """A slice past the end of a table is silent, and so is a write past the end of a buffer."""
     model = small_model(position=position)
     with pytest.raises(ValueError, match="^cached sequence exceeds context_length"):
         in_chunks(model, random_ids(2, 13), lengths)
 
 
-@pytest.mark.parametrize("change", [lambda c: [], lambda c: c[:1], lambda c: c + c[:1],
-                                    lambda c: [c[0], c[1][:1]], lambda c: [c[0], c[1] * 2]])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [lambda c: [], lambda c: c[:1], lambda c: c + c[:1], lambda c: [c[0], c[1][:1]]],
+)
 def test_cache_must_have_one_entry_per_layer(change: Callable):
     model = small_model()
     cache = change(model.forward_cached(random_ids(1, 3))[1])
@@ -533,26 +479,24 @@ def test_cache_must_have_one_entry_per_layer(change: Callable):
         model.forward_cached(random_ids(1, 1), cache)
 
 
-def both(change: Callable[[Tensor], Tensor]) -> Callable:
-    """Change key and value of the second layer alike."""
+def of_layer_1(change: Callable[[Tensor], Tensor]) -> Callable:
     return lambda cache: [cache[0], tuple(map(change, cache[1]))]
 
 
-MISFITS = {  # what is done to a cache of shape (2, 2, 4, 8); what was given; what was expected
-    "batch": (lambda c: [tuple(t[:1] for t in e) for e in c], "(1, 2, 4, 8)", "(2, 2, 4, 8)"),
-    "batch of one layer": (both(lambda t: t[:1]), "(1, 2, 4, 8)", "(2, 2, 4, 8)"),
-    "one head": (both(lambda t: t[:, :1]), "(2, 1, 4, 8)", "(2, 2, 4, 8)"),
-    "heads": (both(lambda t: t.repeat(1, 2, 1, 1)), "(2, 4, 4, 8)", "(2, 2, 4, 8)"),
-    "head size": (both(lambda t: t[..., :4]), "(2, 2, 4, 4)", "(2, 2, 4, 8)"),
-    "dimensions": (both(lambda t: t[0]), "(2, 4, 8)", "(2, 2, 4, 8)"),
-    "length of a layer": (both(lambda t: t[:, :, 1:]), "(2, 2, 3, 8)", "(2, 2, 4, 8)"),
+MISFITS = {  # what is done to a cache of 2 sequences, 2 heads, 4 positions; given; expected
+    "batch": (lambda c: [(k[:1], v[:1]) for k, v in c], "(1, 2, 4, 8)", "(2, 2, 4, 8)"),
+    "batch of a layer": (of_layer_1(lambda t: t[:1]), "(1, 2, 4, 8)", "(2, 2, 4, 8)"),
+    "one head": (of_layer_1(lambda t: t[:, :1]), "(2, 1, 4, 8)", "(2, 2, 4, 8)"),
+    "all heads": (of_layer_1(lambda t: t.repeat(1, 4, 1, 1)), "(2, 8, 4, 8)", "(2, 2, 4, 8)"),
+    "head size": (of_layer_1(lambda t: t[..., :4]), "(2, 2, 4, 4)", "(2, 2, 4, 8)"),
+    "dimensions": (of_layer_1(lambda t: t[0]), "(2, 4, 8)", "(2, 2, 4, 8)"),
+    "short layer": (of_layer_1(lambda t: t[:, :, 1:]), "(2, 2, 3, 8)", "(2, 2, 4, 8)"),
     "short key": (lambda c: [(k[:, :, 1:], v) for k, v in c], "(2, 2, 4, 8)", "(2, 2, 3, 8)"),
     "short value": (lambda c: [(k, v[:, :, 1:]) for k, v in c], "(2, 2, 3, 8)", "(2, 2, 4, 8)"),
-    "device": (both(lambda t: t.to("meta")), "meta", "cpu"),
-    "half": (both(lambda t: t.half()), "torch.float16", "torch.float32"),
-    "double": (lambda c: [tuple(t.double() for t in e) for e in c], "torch.float64", "torch.float32"),
+    "device": (of_layer_1(lambda t: t.to("meta")), "meta", "cpu"),
+    "half": (of_layer_1(lambda t: t.half()), "torch.float16", "torch.float32"),
     "double value": (lambda c: [(k, v.double()) for k, v in c], "torch.float64", "torch.float32"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("new", [1, 3])
@@ -568,23 +512,20 @@ def test_cache_that_does_not_fit(change: Callable, given: str, expected: str, ne
 
 
 def test_cache_must_have_the_dtype_of_the_new_keys():
-    """Under autocast the new keys are not of the weights' dtype."""
+    """Which under autocast is not the weights'."""
     model, ids = small_model(), random_ids(1, 5)
-    _, full_precision = model.forward_cached(ids[:, :4])
+    _, cache = model.forward_cached(ids[:, :4])
     with torch.autocast("cpu", torch.bfloat16):
-        _, cache = model.forward_cached(ids[:, :4])
-        _, longer = model.forward_cached(ids[:, 4:], cache)
+        _, longer = model.forward_cached(ids[:, 4:], model.forward_cached(ids[:, :4])[1])
         assert {tensor.dtype for tensor in tensors_of(longer)} == {torch.bfloat16}
         with pytest.raises(ValueError, match="must be torch.bfloat16, got torch.float32"):
-            model.forward_cached(ids[:, 4:], full_precision)
-    with pytest.raises(ValueError, match="must be torch.float32, got torch.bfloat16"):
-        model.forward_cached(ids[:, 4:], cache)
+            model.forward_cached(ids[:, 4:], cache)
 
 
 # Weights: nothing derived from them is kept
 
 
-@pytest.mark.parametrize("position", ["rope", "learned"])
+@over_positions
 @pytest.mark.parametrize("change", ["in place", "load_state_dict", "half", "double"])
 def test_changed_weights_take_effect_at_the_next_call(change: str, position: str):
     model, ids = small_model(position=position), random_ids(2, 6)
@@ -610,168 +551,149 @@ def test_changed_weights_take_effect_at_the_next_call(change: str, position: str
         assert actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("changes", [{}, {"position": "learned", "attention": "manual"}], ids=str)
-def test_training_after_inference_equals_training_without(changes: dict):
+@pytest.mark.parametrize("form", [{}, {"position": "learned", "attention": "manual"}], ids=str)
+def test_training_after_inference_equals_training_without(form: dict):
     """An inference tensor kept from an evaluation would break or change the backward pass."""
-    gradients = []
+    gradients, ids = [], random_ids(2, 8)
     for evaluated in (False, True):
-        model, ids = small_model(dropout=0.2, **changes), random_ids(2, 8)
+        model = small_model(dropout=0.2, **form)
         if evaluated:
             model.generate(ids, 3)
             if model.config.attention == "sdpa":
                 model.generate_cached(ids, 6)
-                model.forward_cached(ids[:, 5:], model.forward_cached(ids[:, :5])[1])
-        model.train()
+                in_chunks(model, ids, (5, 3))
         torch.manual_seed(5)
-        F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        logits = model.train()(ids)[:, :-1]
+        F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
         gradients.append({name: weight.grad for name, weight in model.named_parameters()})
     for name, gradient in gradients[0].items():
         assert gradient.isfinite().all() and gradient.abs().max() > 0, name
         assert torch.equal(gradient, gradients[1][name]), name
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "manual"])
+@over_attention
 def test_dropout_in_training_only(attention: str):
-    model, ids = small_model(dropout=0.5, attention=attention), random_ids(1, 8)
-    plain = small_model(attention=attention)
-    assert torch.equal(model(ids), plain(ids)) and torch.equal(model(ids), model(ids))
-    rope, x = octlm.rope_tables(8, 8, 1.0, "cpu"), torch.randn(1, 8, 64, generator=seeded(0))
-    layer = model.blocks[0].attention
-    assert torch.equal(layer(x, rope), layer(x, rope))
+    model, plain = small_model(dropout=0.5, attention=attention), small_model(attention=attention)
+    ids, x = random_ids(1, 8), torch.randn(1, 8, 64, generator=seeded(0))
+    layer, rope = model.blocks[0].attention, octlm.rope_tables(8, 8, 1.0, "cpu")
+    assert torch.equal(model(ids), plain(ids)) and torch.equal(layer(x, rope), layer(x, rope))
     model.train()
     assert not torch.equal(model(ids), model(ids))
     assert not torch.equal(layer(x, rope), layer(x, rope))  # on the attention weights, too
-    plain.train()
-    assert torch.equal(plain(ids), plain.eval()(ids))
 
 
 # The two generators
 
-SAMPLED = {"temperature": 0.9, "top_k": 20}
 
-
-def by_hand(model: Decoder, ids: Tensor, count: int, seed: int | None, **sampling) -> Tensor:
-    """Generation as a loop over the full pass and nothing else."""
-    generator = seeded(seed) if seed is not None else None
+def by_hand(model: Decoder, ids: Tensor, count: int, **sampling) -> Tensor:
+    """Generation as a loop over the full pass, and nothing else."""
     for _ in range(count):
         logits = model(ids[:, -model.config.context_length :])[:, -1].detach()
-        if seed is None:
+        if sampling:
+            token = octlm.sample(logits, **sampling)
+        else:
             best = [max(range(len(row)), key=row.__getitem__) for row in logits.tolist()]
             token = torch.tensor(best)[:, None]
-        else:
-            token = octlm.sample(logits, generator=generator, **sampling)
         ids = torch.cat((ids, token), dim=1)
     return ids
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@over_forms
 @pytest.mark.parametrize("length", [3, 8, 11])
 def test_generators_agree_across_the_context(form: dict, length: int):
     """12 new tokens, context 8; prompts shorter than the context, as long, and longer."""
-    model, prompt = small_model(**form, context_length=8), random_ids(2, length)
-    for seed, sampling in ((None, {}), (7, {"temperature": 0.9}), (7, SAMPLED)):
-        expected = by_hand(model, prompt, 12, seed, **sampling)
-        assert torch.equal(expected[:, :length], prompt) and expected.shape == (2, length + 12)
-        assert expected[:, length:].unique().numel() >= 6  # a model stuck on a token shows nothing
-        for generate in (model.generate, model.generate_cached):
-            generator = seeded(seed) if seed is not None else None
-            found = generate(prompt, 12, generator=generator, **sampling)
-            assert torch.equal(found, expected)
+    model, prompt = small_model(**form, context_length=8), random_ids(3, length)
+    greedy = torch.cat([by_hand(model, row, 12) for row in prompt.split(1)])  # one row at a time
+    assert torch.equal(greedy[:, :length], prompt) and greedy.shape == (3, length + 12)
+    assert greedy[:, length:].unique().numel() >= 6  # a model stuck on one token shows nothing
+    for generate in (model.generate, model.generate_cached):
+        assert torch.equal(generate(prompt, 12), greedy)
+        for sampling in ({"temperature": 0.9}, SAMPLED):
+            expected = by_hand(model, prompt, 12, **sampling, generator=seeded(7))
+            assert torch.equal(generate(prompt, 12, **sampling, generator=seeded(7)), expected)
 
 
-@pytest.mark.parametrize("window", [w for w in WINDOWS if w["attention_window"] <= 8], ids=str)
-@pytest.mark.parametrize("attention", ["sdpa", "manual"])
-def test_naive_generator_takes_every_attention_form(window: dict, attention: str):
-    model = small_model(**window, context_length=8, attention=attention)
-    prompt = random_ids(2, 5)
-    assert torch.equal(model.generate(prompt, 6), by_hand(model, prompt, 6, None))
+@over_attention
+@pytest.mark.parametrize("form", [{"attention_window": 8}, *WINDOWS[3:7], *WINDOWS[9:]], ids=str)
+def test_naive_generator_takes_every_attention_form(form: dict, attention: str):
+    model, prompt = small_model(**form, context_length=8, attention=attention), random_ids(2, 5)
+    assert torch.equal(model.generate(prompt, 6), by_hand(model, prompt, 6))
     with pytest.raises(ValueError, match="^cached forward requires full SDPA attention"):
         model.generate_cached(prompt, 6)
 
 
 @pytest.mark.parametrize("name", ["generate", "generate_cached"])
-def test_a_batch_equals_its_rows(name: str):
-    model, prompts = small_model(context_length=8), random_ids(5, 4)
-    together = getattr(model, name)(prompts, 9)
-    for row in range(5):
-        alone = getattr(model, name)(prompts[row : row + 1], 9)
-        assert torch.equal(together[row : row + 1], alone)
-
-
-@pytest.mark.parametrize("name", ["generate", "generate_cached"])
 @pytest.mark.parametrize("count", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_the_result_is_an_ordinary_tensor(name: str, count: int, dtype: torch.dtype, mode: Callable):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_the_result_is_an_ordinary_tensor(
+    name: str, count: int, dtype: torch.dtype, mode: Callable
+):
     """int64 that autograd accepts, whatever the caller's mode; the prompt is left alone."""
     model = small_model()
     with mode():
         prompt = random_ids(2, 4).to(dtype)
         found = getattr(model, name)(prompt, count)
-        assert torch.equal(prompt, random_ids(2, 4)) and torch.equal(found[:, :4], prompt)
     assert found.dtype == torch.int64 and found.shape == (2, 4 + count)
-    assert not found.is_inference() and found.untyped_storage() is not prompt.untyped_storage()
+    assert torch.equal(found[:, :4], prompt) and not found.is_inference()
     model(found).sum().backward()
     assert model.token_embedding.weight.grad.isfinite().all()
-    found[0, 0] = 0  # writing to the result does not reach the prompt
+    found.zero_()  # writing to the result does not reach the prompt
     assert torch.equal(prompt, random_ids(2, 4))
 
 
 @pytest.mark.parametrize(
     ("name", "length", "expected"),
     [
-        ("generate_cached", 3, [3] + [1] * 5),
-        ("generate_cached", 8, [8] * 6),
+        ("generate_cached", 3, [3, 1, 1, 1, 1, 1]),
         ("generate_cached", 5, [5, 1, 1, 1, 8, 8]),
+        ("generate_cached", 9, [8, 8, 8, 8, 8, 8]),
         ("generate", 3, [3, 4, 5, 6, 7, 8]),
         ("generate", 6, [6, 7, 8, 8, 8, 8]),
     ],
 )
 def test_what_a_generator_computes(name: str, length: int, expected: list[int]):
     """n new tokens cost one prompt pass and n - 1 steps; the baseline projects one position."""
-    model, positions, projected = small_model(context_length=8), [], []
+    model, passes, projected = small_model(context_length=8), [], []
     for block in model.blocks:
-        block.attention.key.register_forward_hook(lambda m, x, y: positions.append(x[0].shape[1]))
-    model.lm_head.register_forward_hook(lambda m, x, y: projected.append(x[0].numel() // (2 * 64)))
+        block.attention.key.register_forward_hook(lambda _, x, y: passes.append(x[0].shape[1]))
+    model.lm_head.register_forward_hook(lambda _, x, y: projected.append(x[0].numel() // 128))
     getattr(model, name)(random_ids(2, length), 6)
-    assert positions == [count for count in expected for _ in model.blocks]
-    if name == "generate":
-        assert projected == [1] * 6
+    assert passes == [positions for positions in expected for _ in model.blocks]
+    assert projected == (expected if name == "generate_cached" else [1] * 6)
 
 
-@pytest.mark.parametrize("cached", [True, False])
+@over_paths
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=str)
 def test_stream_equals_generate(cached: bool, sampling: dict):
     model, prompt = small_model(context_length=8), random_ids(3, 4)
     expected = model.generate(prompt, 9, **sampling, generator=seeded(3))
     tokens = list(model.stream(prompt, 9, cached, **sampling, generator=seeded(3)))
     assert all(token.shape == (3, 1) and token.dtype == torch.int64 for token in tokens)
-    assert not any(token.is_inference() for token in tokens)
     assert torch.equal(torch.cat((prompt, *tokens), dim=1), expected)
     assert list(model.stream(prompt, 0, cached)) == []
 
 
-@pytest.mark.parametrize("cached", [True, False])
+@over_paths
 @pytest.mark.parametrize(
     "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode, contextlib.nullcontext]
 )
 def test_stream_leaves_the_callers_mode_alone(cached: bool, mode: Callable):
+    """Between the yields, after the stream was abandoned, and when it goes on in another mode."""
+
     def modes() -> tuple[bool, bool]:
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     model, outside = small_model(), modes()
     with mode():
-        inside = modes()
-        stream = model.stream(random_ids(1, 3), 6, cached)
-        assert modes() == inside
-        for _, _ in zip(range(2), stream):
-            assert modes() == inside
+        inside, stream = modes(), model.stream(random_ids(1, 3), 6, cached)
+        for _, token in zip(range(2), stream):
+            assert modes() == inside and not token.is_inference()
     assert modes() == outside
-    token = next(stream)  # made in one mode, continued in another
+    token = next(stream)
     assert modes() == outside
     model(token).sum().backward()
     stream.close()
-    assert modes() == outside
     next(model.stream(random_ids(1, 3), 6, cached))  # abandoned and collected
     assert modes() == outside
 
@@ -779,72 +701,66 @@ def test_stream_leaves_the_callers_mode_alone(cached: bool, mode: Callable):
 BAD_CALLS = [
     ({"token_ids": torch.zeros(1, 0, dtype=torch.long)}, "token IDs must have shape"),
     ({"token_ids": torch.zeros(3, dtype=torch.long)}, "token IDs must have shape"),
-    ({"token_ids": torch.zeros(1, 3)}, "token IDs must be int64"),
-    ({"token_ids": torch.tensor([[3, -1, 5]])}, "token IDs must be from 0 to 60, got -1 to 5"),
-    ({"token_ids": torch.tensor([[3, 61, 5]])}, "token IDs must be from 0 to 60, got 3 to 61"),
+    ({"token_ids": torch.zeros(1, 3)}, "token IDs must be .*int64"),
+    ({"token_ids": torch.tensor([[3, -1, 5]])}, "token IDs must be .*60, got -1"),
+    ({"token_ids": torch.tensor([[3, 61, 5]])}, "token IDs must be .*60, got .*61"),
     ({"token_ids": torch.zeros(1, 3, dtype=torch.long, device="meta")}, "token IDs must be on cpu"),
-    ({"max_new_tokens": -1}, "max_new_tokens must be .+ got -1"),
-    ({"max_new_tokens": 2.0}, "max_new_tokens must be .+ got 2.0"),
-    ({"max_new_tokens": True}, "max_new_tokens must be .+ got True"),
-    ({"temperature": -0.5}, "temperature must be .+ got -0.5"),
-    ({"temperature": math.nan}, "temperature must be .+ got nan"),
-    ({"temperature": math.inf}, "temperature must be .+ got inf"),
-    ({"temperature": -math.inf}, "temperature must be .+ got -inf"),
-    ({"top_k": 0}, "top_k must be .+ got 0"),
-    ({"top_k": -3}, "top_k must be .+ got -3"),
-    ({"top_k": 1.5}, "top_k must be .+ got 1.5"),
-    ({"generator": SimpleNamespace(device=torch.device("meta"))}, "generator must be on cpu, got meta"),
-    ({"training": True}, "generation requires eval mode"),
+    *(({"max_new_tokens": value}, "max_new_tokens must be") for value in (-1, 2.0, True)),
+    *(({"temperature": value}, "temperature must be")
+      for value in (-0.5, math.nan, math.inf, -math.inf)),
+    *(({"top_k": value}, "top_k must be") for value in (0, -3, 1.5)),
+    ({"generator": SimpleNamespace(device=torch.device("meta"))}, "generator must be on cpu"),
+    ({"training": True}, ".*requires eval mode"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "text"), BAD_CALLS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("changes", "text"), BAD_CALLS, ids=str)
 @pytest.mark.parametrize("name", ["generate", "generate_cached", "stream"])
-@pytest.mark.parametrize("greedy", [True, False])
-def test_arguments_are_checked_at_the_call(name: str, changes: dict, text: str, greedy: bool):
-    """Before any work, in a stream before the first `next`, and also where they would not be used."""
-    model, calls = small_model().train("training" in changes), []
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_arguments_are_checked_at_the_call(name: str, changes: dict, text: str, temperature: float):
+    """Before any work, in a stream before the first `next`, and where they would not matter."""
+    changes, calls = dict(changes), []
+    model = small_model().train(changes.pop("training", False))
     model.final_norm.register_forward_hook(lambda *_: calls.append(1))
-    arguments = {"token_ids": random_ids(1, 3), "max_new_tokens": 4}
-    arguments |= {"temperature": 0.0 if greedy else 0.7} | changes
-    arguments.pop("training", None)
+    arguments = {"token_ids": random_ids(1, 3), "max_new_tokens": 4, "temperature": temperature}
     with pytest.raises(ValueError, match=f"^{text}"):
-        getattr(model, name)(**arguments)
+        getattr(model, name)(**arguments | changes)
     assert not calls
 
 
-WEIGHTS = [
-    "token_embedding.weight", "final_norm.weight", "blocks.1.attention_norm.weight",
-    "blocks.0.attention.query.weight", "blocks.1.attention.value.weight",
-    "blocks.0.attention.output.weight", "blocks.1.feed_forward.gate.weight",
-    "blocks.0.feed_forward.down.weight",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "token_embedding", "final_norm", "blocks.1.attention_norm", "blocks.1.attention.value",
+        "blocks.0.attention.output", "blocks.1.feed_forward.gate", "blocks.0.feed_forward.up",
+        "blocks.0.feed_forward.down",
+    ],
+)  # fmt: skip
 def test_weights_that_are_not_finite_raise(name: str, value: float, sampling: dict):
-    """argmax of NaN is an index like any other: a broken model would say token 0 for ever."""
+    """The argmax of NaN is an index like any other: a broken model would say token 0 for ever."""
     model, prompt = small_model(), torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        model.get_parameter(name).view(-1)[3] = value  # of the embedding: a token not in the prompt
-    for cached in (True, False):
+    with torch.no_grad():  # in the embedding, this is a token that is not in the prompt
+        model.get_submodule(name).weight.view(-1)[3] = value
+    for call in (
+        lambda: model.generate(prompt, 4, **sampling),
+        lambda: model.generate_cached(prompt, 4, **sampling),
+        lambda: next(model.stream(prompt, 4, True, **sampling)),
+        lambda: next(model.stream(prompt, 4, False, **sampling)),
+    ):
         with pytest.raises(RuntimeError, match="not finite"):
-            next(model.stream(prompt, 4, cached, **sampling))
-    for generate in (model.generate, model.generate_cached):
-        with pytest.raises(RuntimeError, match="not finite"):
-            generate(prompt, 4, **sampling)
+            call()
 
 
-@pytest.mark.parametrize("cached", [True, False])
+@over_paths
 def test_stream_stops_at_the_first_logits_that_are_not_finite(cached: bool):
-    """Only position 5 is broken: three tokens after a prompt of three are good, no more."""
-    model = small_model(position="learned")
-    expected = model.generate(random_ids(1, 3), 3)[0, 3:].tolist()
+    """Position 5 is broken: after a prompt of three, three tokens are good, and no more."""
+    model, prompt = small_model(position="learned"), random_ids(1, 3)
+    expected = model.generate(prompt, 3)[0, 3:].tolist()
     with torch.no_grad():
         model.position_embedding.weight[5, 0] = math.nan
-    stream = model.stream(random_ids(1, 3), 6, cached)
+    stream = model.stream(prompt, 6, cached)
     assert [next(stream).item() for _ in range(3)] == expected
     with pytest.raises(RuntimeError, match="not finite"):
         next(stream)
@@ -857,7 +773,7 @@ def test_stream_stops_at_the_first_logits_that_are_not_finite(cached: bool):
     ("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, None), (0.7, 5), (1.5, 1), (1.0, 11)]
 )
 def test_sample_draws_from_the_softmax(temperature: float, top_k: int | None):
-    """20,000 draws against a float64 softmax; chi-square with at most 11 degrees of freedom."""
+    """20,000 draws against a softmax by hand: chi-square with at most 11 degrees of freedom."""
     logits = torch.randn(12, generator=seeded(0)) * 1.5
     drawn = octlm.sample(logits.expand(20_000, -1), temperature, top_k, seeded(1))
     assert drawn.shape == (20_000, 1) and drawn.dtype == torch.int64
@@ -866,8 +782,8 @@ def test_sample_draws_from_the_softmax(temperature: float, top_k: int | None):
     shares = {i: math.exp(logits[i].item() / temperature) for i in kept}
     expected = {i: 20_000 * share / sum(shares.values()) for i, share in shares.items()}
     assert sum(counts[i] for i in kept) == 20_000
-    statistic = sum((counts[i] - expected[i]) ** 2 / expected[i] for i in kept)
-    assert statistic < 24.7  # 1 % of right samplers would fail, with another seed
+    distance = sum((counts[i] - expected[i]) ** 2 / expected[i] for i in kept)
+    assert distance < 24.7  # a right sampler stays below for 99 of 100 seeds
 
 
 def test_greedy_takes_the_lowest_index_among_equals():
@@ -882,7 +798,6 @@ def test_greedy_takes_the_lowest_index_among_equals():
         ([1.0, 3.0, 3.0, 2.0, 3.0, 3.0], 2, {1, 2}),
         ([1.0, 2.0, 3.0, 2.0, 2.0, 0.0], 3, {1, 2, 3}),
         ([0.0] * 300, 5, {0, 1, 2, 3, 4}),
-        ([3.0, 3.0, 3.0], 1, {0}),
     ],
 )
 def test_top_k_keeps_exactly_k_lowest_index_first(row: list[float], top_k: int, kept: set[int]):
@@ -892,10 +807,10 @@ def test_top_k_keeps_exactly_k_lowest_index_first(row: list[float], top_k: int, 
 
 def test_top_k_over_the_vocabulary_keeps_all():
     logits = torch.randn(500, 30, generator=seeded(0))
-    every = octlm.sample(logits, 1.3, None, seeded(4))
-    assert every.unique().numel() > 20
+    expected = octlm.sample(logits, 1.3, None, seeded(4))
+    assert expected.unique().numel() > 20
     for top_k in (30, 31, 10**6):
-        assert torch.equal(octlm.sample(logits, 1.3, top_k, seeded(4)), every)
+        assert torch.equal(octlm.sample(logits, 1.3, top_k, seeded(4)), expected)
 
 
 @pytest.mark.parametrize("top_k", [None, 4])
@@ -908,13 +823,15 @@ def test_a_tiny_temperature_is_greedy(temperature: float, top_k: int | None):
     assert torch.equal(found, logits.argmax(dim=-1, keepdim=True))
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
 @pytest.mark.parametrize("temperature", [1e10, 1e38, 1e300])
-def test_a_huge_temperature_is_uniform(temperature: float):
-    logits = (torch.randn(8, generator=seeded(0)) * 50).expand(8000, -1)
-    counts = torch.bincount(octlm.sample(logits, temperature, None, seeded(1))[:, 0], minlength=8)
-    assert (counts - 1000).abs().max() < 120  # four standard deviations
-    few = octlm.sample(logits, temperature, 3, seeded(1))
-    assert set(few[:, 0].tolist()) == set(logits[0].topk(3).indices.tolist())
+def test_a_huge_temperature_is_uniform(temperature: float, top_k: int | None):
+    """Over all that top_k keeps, and no others; the hugest is beyond float32."""
+    logits = torch.randn(8, generator=seeded(0)) * 50
+    drawn = octlm.sample(logits.expand(8000, -1), temperature, top_k, seeded(1))[:, 0]
+    kept = logits.topk(top_k or 8).indices
+    counts = torch.bincount(drawn, minlength=8)[kept]
+    assert counts.sum() == 8000 and (counts - 8000 / len(kept)).abs().max() < 170  # 4 deviations
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -924,52 +841,658 @@ def test_sample_works_in_float32(dtype: torch.dtype):
     assert torch.equal(octlm.sample(logits, 0.8, 9, seeded(2)), expected)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sample_refuses_logits_that_are_not_finite(value: float, temperature: float):
-    logits = torch.zeros(2, 5)
-    logits[1, 3] = value
-    with pytest.raises(RuntimeError, match="logits are not finite"):
-        octlm.sample(logits, temperature)
-
-
-def test_seeds_decide_and_the_global_state_rests():
+@pytest.mark.parametrize("cached", [False, True])
+def test_seeds_decide_and_the_global_state_rests(cached: bool):
     model, prompt = small_model(), random_ids(1, 3)
-    for generate in (model.generate, model.generate_cached):
-        torch.manual_seed(11)
-        state = torch.get_rng_state()
-        first, again, other = (
-            generate(prompt, 9, **SAMPLED, generator=seeded(seed)) for seed in (1, 1, 2)
-        )
-        assert torch.equal(first, again) and not torch.equal(first, other)
-        generate(prompt, 9)  # nor does greedy decoding move it
-        assert torch.equal(torch.get_rng_state(), state)
-        unseeded = generate(prompt, 9, **SAMPLED)
-        assert not torch.equal(torch.get_rng_state(), state)
-        torch.manual_seed(11)
-        assert torch.equal(generate(prompt, 9, **SAMPLED), unseeded)
+    generate = model.generate_cached if cached else model.generate
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    a, again, b = (generate(prompt, 9, **SAMPLED, generator=seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(a, again) and not torch.equal(a, b)
+    generate(prompt, 9)  # nor does greedy decoding move it
+    assert torch.equal(torch.get_rng_state(), state)
+    first = generate(prompt, 9, **SAMPLED)
+    torch.manual_seed(11)
+    assert torch.equal(generate(prompt, 9, **SAMPLED), first)
 
 
 # Bytes
 
 
-@pytest.mark.parametrize(("length", "size"), [(0, 0), (1, 4), (64, 256), (256, 1024), (512, 2048)])
-def test_kv_cache_bytes_of_the_default_model(length: int, size: int):
-    assert octlm.kv_cache_bytes(DecoderConfig(vocab_size=8192), length, 2) == size * 1024
+@pytest.mark.parametrize(("length", "kib"), [(0, 0), (1, 4), (64, 256), (256, 1024), (512, 2048)])
+def test_kv_cache_bytes_of_the_default_model(length: int, kib: int):
+    assert octlm.kv_cache_bytes(DecoderConfig(vocab_size=8192), length, 2) == kib * 1024
 
 
 @pytest.mark.parametrize("form", FORMS[:8], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_held_are_the_formula(form: dict, batch: int, dtype: torch.dtype):
-    """By shape and by storage: a view of a larger tensor would hold more than it shows."""
+    """By shape and by storage: a view of a larger tensor holds more than it shows."""
     model, cache, length = small_model(**form).to(dtype), None, 0
     for chunk in random_ids(batch, 12).split((4, 1, 1, 3, 1, 2), dim=1):
         _, cache = model.forward_cached(chunk, cache)
         length += chunk.shape[1]
         expected = 2 * 2 * form["n_kv_heads"] * 8 * length * dtype.itemsize * batch
-        tensors = tensors_of(cache)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         assert octlm.kv_cache_bytes(model.config, length, dtype.itemsize) * batch == expected
-        assert sum(t.numel() * t.element_size() for t in tensors) == expected
-        assert sum(storages.values()) == expected and len(storages) == len(tensors)
+        assert sum(t.numel() * t.element_size() for t in tensors_of(cache)) == expected
+        assert sum(storages_of(cache).values()) == expected and len(storages_of(cache)) == 4
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path / "small.pt", small_model())
+    return tmp_path / "small.pt"
+
+
+def content_of(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+@over_positions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_checkpoint_round_trip(dtype: torch.dtype, position: str, tmp_path: Path):
+    """Bit for bit, in eval mode, the head tied; no file left over, no random number drawn."""
+    facts = {"tokens": 12, "files": {"é": [1, 2.5, None]}}
+    model = small_model(position=position, dropout=0.1, rope_base=77.0).to(dtype).train()
+    path, state = tmp_path / "a.pt", torch.get_rng_state()
+    save_checkpoint(path, model, **facts)
+    loaded = load_checkpoint(str(path))
+    assert torch.equal(torch.get_rng_state(), state) and os.listdir(tmp_path) == ["a.pt"]
+    weights = dict(model.named_parameters())
+    content = content_of(path)
+    assert content["weights"].keys() == weights.keys() and "lm_head.weight" not in weights
+    stored = content.pop("weights").values()
+    assert {weight.dtype for weight in (*stored, *weights.values())} == {dtype}
+    assert content == {"format": 1, "config": asdict(model.config), "facts": facts}
+    assert loaded.config == model.config and not any(m.training for m in loaded.modules())
+    assert loaded.lm_head.weight is loaded.token_embedding.weight
+    assert_same_weights(loaded, model.float())
+    assert torch.equal(loaded(random_ids(1, 5)), model.eval()(random_ids(1, 5)))
+    loaded(random_ids(1, 5)).sum().backward()
+
+
+def test_load_names_what_is_no_file(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="none.pt"):
+        load_checkpoint(tmp_path / "none.pt")
+    with pytest.raises(ValueError, match=f"{tmp_path.name}.* not a file"):
+        load_checkpoint(tmp_path)
+
+
+def flipped(data: bytes) -> bytes:
+    """One bit in the middle of the largest weight turned over."""
+    weight = small_model().token_embedding.weight.detach().numpy().tobytes()
+    place = data.index(weight) + len(weight) // 2
+    return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
+
+
+def foreign_zip(name: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr(name, "hello")
+    return buffer.getvalue()
+
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    **{f"cut to {cut}": lambda data, cut=cut: data[: int(cut * len(data))]
+       for cut in (0.0001, 0.1, 0.5, 0.99)},
+    "one byte short": lambda data: data[:-1],
+    "one bit flipped": flipped,
+    "text": lambda data: b"Once upon a time\n" * 100,
+    "zip": lambda data: foreign_zip("hello.txt"),
+    "foreign pickle": lambda data: foreign_zip("archive/data.pkl"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_load_refuses_damaged_files(damage: Callable, saved: Path):
+    """torch.load alone returns a model with the flipped bit in it."""
+    saved.write_bytes(damage(saved.read_bytes()))
+    with pytest.raises(ValueError, match="small.pt: .*[a-z]{4}") as error:
+        load_checkpoint(saved)
+    assert str(saved) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}, small_model().state_dict(), small_model(), 3])
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_load_refuses_what_others_save(content: object, as_zip: bool, tmp_path: Path):
+    torch.save(content, tmp_path / "other.pt", _use_new_zipfile_serialization=as_zip)
+    with pytest.raises(ValueError, match="other.pt: .*[a-z]{4}"):
+        load_checkpoint(tmp_path / "other.pt")
+
+
+class MakesAFolder:
+    """When a careless reader unpickles it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("place", ["facts", "weights", None])
+def test_load_runs_nothing(place: str | None, saved: Path, tmp_path: Path):
+    made = tmp_path / "made"
+    content = content_of(saved)
+    content[place or "format"] = MakesAFolder(made)
+    torch.save(content if place else MakesAFolder(made), saved)
+    with pytest.raises(ValueError, match="small.pt: .*mkdir"):
+        load_checkpoint(saved)
+    assert not made.exists()
+    torch.load(saved, weights_only=False)
+    assert made.exists()  # the file was live
+
+
+QUERY = "blocks.1.attention.query.weight"
+WRONG_CONTENTS = [  # where, key, value (None: remove it), and what the message must name
+    ("", "format", 2, "format must be 1, got 2"),
+    ("", "format", None, ""),
+    ("", "config", None, "config"),
+    ("", "weights", None, "weights"),
+    ("", "weights", [1, 2], "weights"),
+    ("config", "d_ff", None, "missing.*d_ff"),
+    ("config", "colour", "red", "unexpected.*colour"),
+    ("config", "n_layers", 0, "n_layers"),
+    ("config", "n_layers", 3, "missing.*blocks.2"),
+    ("config", "n_layers", 10**9, "layers"),
+    ("config", "vocab_size", 2**62, ""),
+    ("config", "rope_base", math.nan, "rope_base"),
+    ("config", "position", ["rope"], "position"),
+    ("weights", QUERY, None, f"missing.*{QUERY}"),
+    ("weights", "blocks.2.extra.weight", torch.zeros(2), "unexpected.*blocks.2.extra.weight"),
+    ("weights", "lm_head.weight", torch.zeros(61, 64), "unexpected.*lm_head.weight"),
+    ("weights", QUERY, torch.zeros(64, 63), rf"{QUERY} must be \[64, 64\], got \[64, 63\]"),
+    ("weights", QUERY, torch.zeros(1, 64), rf"{QUERY} must be \[64, 64\], got \[1, 64\]"),
+    ("weights", QUERY, torch.eye(64) * math.nan, f"{QUERY} is not finite"),
+    ("weights", QUERY, torch.eye(64).double() * 1e300, f"{QUERY} is not finite"),
+    ("weights", QUERY, [1.0, 2.0], QUERY),
+]
+
+
+@pytest.mark.parametrize(("place", "key", "value", "fault"), WRONG_CONTENTS)
+def test_load_refuses_wrong_contents(
+    place: str, key: str, value: object, fault: str, saved: Path
+):
+    """The message names the file and the fault."""
+    content = content_of(saved)
+    target = content[place] if place else content
+    target[key] = value
+    if value is None:
+        del target[key]
+    torch.save(content, saved)
+    with pytest.raises(ValueError, match=f"small.pt: .*{fault}"):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("fact", [torch.zeros(2), {1, 2}, math.nan, Path("a"), b"a"], ids=str)
+def test_facts_must_be_json(fact: object, saved: Path):
+    before = saved.read_bytes()
+    with pytest.raises(ValueError, match="facts must be JSON"):
+        save_checkpoint(saved, small_model(seed=2), fact=fact)
+    assert saved.read_bytes() == before
+
+
+@pytest.mark.parametrize("fault", [OSError("disk full"), KeyboardInterrupt()], ids=str)
+@pytest.mark.parametrize("place", ["write", "rename"])
+def test_an_interrupted_save_keeps_the_old_file(
+    fault: BaseException, place: str, saved: Path, monkeypatch
+):
+    before = saved.read_bytes()
+
+    def fail(content: object, file) -> None:
+        if place == "write":
+            file.write(before[: len(before) // 2])
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((torch, "save") if place == "write" else (os, "replace")), fail)
+        with pytest.raises(type(fault)):
+            save_checkpoint(saved, small_model(seed=2))
+    assert saved.read_bytes() == before
+    save_checkpoint(saved, small_model(seed=2))  # what was left behind is in nobody's way
+    assert_same_weights(load_checkpoint(saved), small_model(seed=2))
+    assert os.listdir(saved.parent) == ["small.pt"]
+
+
+# Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(TOKENIZER))
+
+
+def test_tokenizer_layout(tokenizer):
+    assert (tokenizer.vocab_size(), tokenizer.bos_id(), tokenizer.eos_id()) == (8192, 1, 2)
+    assert tokenizer.decode(tokenizer.encode("a\u2581b")) == "a b"  # the one exception
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Once upon a time", "a\nb\n\n\nc\r\n", "\n", "\ttabs\t\there", "  two  spaces   three ",
+        "", " ", " leading", "naïve café Ångström e\u0301", "👩\u200d👩\u200d👧 👍🏽 🏳️\u200d🌈",
+        "a\0b", "שלום עולם", "مرحبا\u200f!", "<s> </s> <unk> <0x41>", "日本語 한국어", "\ufeffa",
+        "\U0010ffff", "1234567890 3.14", "\u00a0\u3000",
+    ],
+    ids=ascii,
+)  # fmt: skip
+def test_tokenizer_is_lossless(text: str, tokenizer):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert not {tokenizer.unk_id(), tokenizer.bos_id(), tokenizer.eos_id()} & set(ids)
+
+
+# Training
+
+
+@pytest.fixture(scope="session")
+def train() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train", HERE / "checkpoints" / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TINY = replace(SMALL, context_length=8, n_heads=2, n_kv_heads=1, d_model=16, d_ff=16, dropout=0.2)
+DOCUMENTS = [random_ids(1, n, seed=n)[0].to(torch.int32) for n in (5, 17, 9, 30, 3, 12)]
+SETTINGS = {  # ten steps, through several epochs
+    "config": TINY, "documents": DOCUMENTS, "tokens": 160, "batch": 2, "learning_rate": 0.01,
+    "seed": 3, "evaluate_every": 32,
+}  # fmt: skip
+
+
+def evaluate(model: Decoder) -> float:
+    """Stands for a score; draws random numbers, as training must survive."""
+    assert not model.training
+    return float(model.generate(torch.tensor([[1]]), 4, temperature=1.0).sum())
+
+
+@pytest.mark.parametrize("saves", [1, 4, 9, 10])
+def test_a_resumed_run_equals_an_unbroken_one(saves: int, train, tmp_path: Path, monkeypatch):
+    """Bit for bit, with dropout and momentum; the 10th save is the one after the last step."""
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
+    whole, broken = tmp_path / "whole.pt", tmp_path / "broken.pt"
+    train.train(**SETTINGS, out=whole, evaluate=evaluate)
+    save, calls = train.save_atomically, []
+
+    def save_and_stop(path: Path, content: object) -> None:
+        save(path, content)
+        calls.append(path)
+        if len(calls) == saves:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save_atomically", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(**SETTINGS, out=broken, evaluate=evaluate)
+    assert not broken.exists()
+    torch.manual_seed(99)
+    train.train(**SETTINGS, out=broken, evaluate=evaluate, resume=True)
+    assert_same_weights(load_checkpoint(broken), load_checkpoint(whole))
+    assert {weight.dtype for weight in content_of(whole)["weights"].values()} == {torch.float16}
+    assert content_of(whole)["facts"]["tokens"] == 160
+    rows = [[{**row, "time": 0, "seconds": 0} for row in lines_of(Path(f"{path}.jsonl"))]
+            for path in (whole, broken)]  # fmt: skip
+    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == [2, 4, 6, 8, 10]
+    assert not Path(f"{broken}.state").exists()
+
+
+@pytest.mark.parametrize("existing", ["", ".state", ".jsonl"])
+def test_training_overwrites_nothing(existing: str, train, tmp_path: Path):
+    path = tmp_path / f"a.pt{existing}"
+    path.write_text("precious")
+    with pytest.raises(FileExistsError, match=f"{path.name} exists"):
+        train.train(**SETTINGS, out=tmp_path / "a.pt")
+    assert path.read_text() == "precious" and os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 320}, {"batch": 3}, {"learning_rate": 0.02}, {"seed": 4}, {"evaluate_every": 64},
+        {"config": replace(TINY, dropout=0.0)}, {"documents": DOCUMENTS[1:]},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_training_refuses_to_resume_with_other_settings(
+    change: dict, train, tmp_path: Path, monkeypatch
+):
+    def stop(model: Decoder) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(**SETTINGS, out=tmp_path / "a.pt", evaluate=stop)
+    before = (tmp_path / "a.pt.state").read_bytes()
+    with pytest.raises(ValueError, match="a.pt.state was made with other settings"):
+        train.train(**SETTINGS | change, out=tmp_path / "a.pt", resume=True)
+    assert (tmp_path / "a.pt.state").read_bytes() == before
+
+
+def test_batches_depend_on_seed_and_step_alone(train):
+    """Every piece of the text once an epoch, each epoch in its own order."""
+    text = [torch.arange(100, dtype=torch.int32)]
+    batches, fresh = (train.Batches(text, batch=3, context=8, seed=1) for _ in range(2))
+    dealt = [batches[step] for step in range(8)]
+    assert all(torch.equal(fresh[step], dealt[step]) for step in reversed(range(8)))
+    for epoch in (torch.cat(dealt[:4]), torch.cat(dealt[4:])):
+        assert sorted(epoch[:, 0].tolist()) == list(range(0, 96, 8))
+        assert torch.equal(epoch, epoch[:, :1] + torch.arange(9))
+    assert not torch.equal(torch.cat(dealt[:4]), torch.cat(dealt[4:]))
+
+
+def test_documents_are_split_at_separator_lines(train, tmp_path: Path):
+    text = "<|endoftext|>\n\none\n\ntwo <|endoftext|>\n<|endoftext|>\n\n<|endoftext|>\n  é\n"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert train.read_documents(tmp_path / "a.txt") == ["one\n\ntwo <|endoftext|>", "  é"]
+
+
+def test_bits_per_byte(train, tokenizer):
+    """Against the loops: padding, several groups, byte tokens, a document that is cut."""
+    model = Decoder(replace(TINY, vocab_size=8192, context_length=16)).eval()
+    with torch.no_grad():
+        model.token_embedding.weight.mul_(20)
+    stories = ["One day.", "a", "Tim saw a big red ball. " * 9, "héé 👍🏽\n\n", "  x", *"bcdefgh"]
+    bits, size = 0.0, 0
+    for story in stories:
+        ids = [1, *tokenizer.encode(story), 2][:17]
+        for row, target in zip(reference_logits(model, ids[:-1]), ids[1:]):
+            bits += math.log2(sum(np.exp(row - row[target])))
+        covered = story if ids[-1] == 2 else tokenizer.decode(ids)
+        size += len(covered.encode())
+    assert train.bits_per_byte(model, tokenizer, stories) == pytest.approx(bits / size, rel=1e-6)
+
+
+# The trained model
+
+
+@pytest.fixture(scope="session")
+def trained() -> Decoder:
+    return load_checkpoint(CHECKPOINT)
+
+
+@pytest.fixture(scope="session")
+def greedy(trained: Decoder) -> tuple[Tensor, Tensor]:
+    """512 greedy tokens after BOS by the cached path, and the logits of one full pass over them."""
+    tokens = trained.generate_cached(torch.tensor([[1]]), 512)
+    with torch.inference_mode():
+        return tokens, trained(tokens[:, :-1])
+
+
+def test_trained_model_is_the_default_one(trained: Decoder):
+    assert trained.config == DecoderConfig(vocab_size=8192)
+    assert {w.dtype for w in content_of(CHECKPOINT)["weights"].values()} == {torch.float16}
+
+
+def test_trained_model_greedy_to_the_end_of_the_context(greedy):
+    """Every cached step against the full pass; a model stuck on few tokens would show little."""
+    tokens, logits = greedy
+    assert torch.equal(logits.argmax(dim=-1), tokens[:, 1:])
+    assert tokens.unique().numel() >= 60
+
+
+def test_trained_model_sampled_to_the_end_of_the_context(trained: Decoder):
+    """The sampler replayed on the logits of one full pass, with the same seed."""
+    sampling = {"temperature": 0.8, "top_k": 40}
+    tokens = trained.generate_cached(torch.tensor([[1]]), 512, **sampling, generator=seeded(0))
+    with torch.inference_mode():
+        logits = trained(tokens[:, :-1])
+    generator = seeded(0)
+    rows = [octlm.sample(logits[:, i], **sampling, generator=generator) for i in range(512)]
+    assert torch.equal(torch.cat(rows, dim=1), tokens[:, 1:])
+
+
+def test_trained_model_in_chunks(trained: Decoder, greedy):
+    """Logits at all 512 positions, not only the largest of each."""
+    tokens, logits = greedy
+    assert_near(in_chunks(trained, tokens[:, :-1], (200, 1, 1, 310)), logits, 1e-3)
+
+
+def test_trained_model_naive_equals_cached(trained: Decoder, greedy):
+    assert torch.equal(trained.generate(torch.tensor([[1]]), 64), greedy[0][:, :65])
+
+
+# day5.py
+
+
+class Run:
+    """What day5.main(arguments) returned and printed; wrong arguments leave by SystemExit."""
+
+    def __init__(self, capsys, *arguments: object) -> None:
+        capsys.readouterr()
+        try:
+            self.status = day5.main([str(argument) for argument in arguments])
+        except SystemExit as leave:
+            self.status = leave.code
+        self.out, self.err = capsys.readouterr()
+
+
+FIELDS = [
+    "cache_bytes", "cached_seconds", "cached_tokens_per_second", "checkpoint_sha256", "device",
+    "dtype", "greedy_equal", "hardware", "length", "naive_seconds", "naive_tokens_per_second",
+    "python", "pytorch", "speedup", "threads", "time", "type", "weight_bytes",
+]  # fmt: skip
+DIFFERENCE = ["first_difference", "tokens", "gap", "max_logit_difference"]
+
+
+def test_cache_stage(tmp_path: Path, capsys):
+    """As a user runs it, from another folder: fields, their values, and no second measurement."""
+    command = [sys.executable, HERE / "day5.py", "cache", "--lengths", "4", "8", "--repeats", "2"]
+    command += ["--device", "cpu", "--threads", "1", "--out", "rows.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "rows.jsonl"
+    for line, length in zip(path.read_text().splitlines(), (4, 8), strict=True):
+        row = json.loads(line)
+        assert list(row) == FIELDS and line == json.dumps(row, sort_keys=True)
+        naive, cached = row["naive_seconds"], row["cached_seconds"]
+        assert len(naive) == len(cached) == 2 and min(naive + cached) > 0
+        naive, cached = statistics.median(naive), statistics.median(cached)
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(row["time"])
+        assert 0 <= age.total_seconds() < 120 and row["hardware"].strip()
+        expected = {
+            "type": "cache_benchmark", "length": length, "greedy_equal": True, "device": "cpu",
+            "naive_tokens_per_second": length / naive, "speedup": naive / cached,
+            "cached_tokens_per_second": length / cached, "cache_bytes": 8192 * length,
+            "weight_bytes": 26_255_872 * 4, "dtype": "torch.float32", "threads": 1,
+            "python": platform.python_version(), "pytorch": torch.__version__,
+            "checkpoint_sha256": hashlib.sha256(CHECKPOINT.read_bytes()).hexdigest(),
+        }  # fmt: skip
+        assert {name: row[name] for name in expected} == expected
+        assert f"{row['speedup']:.2f}x" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80 and "length 8" in done.stderr
+    before = path.read_bytes()
+    again = Run(capsys, "cache", "--out", path)
+    assert (again.status, again.out, again.err.count("\n")) == (1, "", 1)
+    assert "already contains a measurement" in again.err and path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--out", "link.jsonl"], "link.jsonl already contains a measurement"),
+        (["--out", "folder"], "folder already contains a measurement"),
+        (["--out", "none/rows.jsonl"], "none/rows.jsonl"),
+        (["--lengths", "4", "513"], "cache benchmark requires SDPA and lengths within context"),
+        (["--checkpoint", "window.pt"], "cache benchmark requires SDPA and lengths within context"),
+        (["--checkpoint", "manual.pt"], "cache benchmark requires SDPA and lengths within context"),
+        (["--checkpoint", "none.pt"], "none.pt"),
+        (["--checkpoint", "small.pt"], "61"),
+        (["--checkpoint", TOKENIZER], "tokenizer.model"),
+        (["--tokenizer", "none.model"], "none.model"),
+        (["--tokenizer", CHECKPOINT], "octlm-26m.pt"),
+        (["--device", "cuda:99"], "cuda:99"),
+    ],
+    ids=str,
+)
+def test_cache_stage_fails_in_one_line(
+    arguments: list, fault: str, saved: Path, tmp_path: Path, monkeypatch, capsys
+):
+    """Exit status 1, the fault by name, no traceback, and nothing left behind."""
+    monkeypatch.chdir(tmp_path)
+    form = {"vocab_size": 8192, "context_length": 512}
+    save_checkpoint("window.pt", small_model(**form, attention_window=9))
+    save_checkpoint("manual.pt", small_model(**form, attention="manual"))
+    Path("folder").mkdir()
+    Path("link.jsonl").symlink_to("nowhere.jsonl")
+    before = sorted(os.listdir())
+    run = Run(capsys, "cache", "--lengths", 4, "--out", "rows.jsonl", *arguments)
+    assert (run.status, run.out, run.err.count("\n")) == (1, "", 1), run.err
+    assert fault in run.err and sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "", "cache", "cache --out a --lengths 0", "cache --out a --lengths 4 -1",
+        "cache --out a --lengths four", "cache --out a --repeats 0", "cache --out a --threads 0",
+        "cache --out a --dtype float8", "cache --out a --device tpu", "measure --out a",
+        "generate --tokens 0", "generate --top-k 0", "generate --temperature nan",
+        "generate --temperature -1", "generate --seed x",
+    ],
+)  # fmt: skip
+def test_wrong_arguments_exit_with_2(arguments: str, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = Run(capsys, *arguments.split())
+    assert run.status == 2 and run.out == "" and "usage: day5.py" in run.err
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["generate_cached", "forward_cached"])
+def test_cache_stage_reports_no_speed_for_other_tokens(
+    place: str, trained: Decoder, tmp_path: Path, monkeypatch, capsys
+):
+    """A decoder made wrong on purpose, from position 6 on: the first length does not show it."""
+    right = getattr(Decoder, place)
+
+    def wrong_tokens(self: Decoder, *arguments, **options) -> Tensor:
+        tokens = right(self, *arguments, **options)
+        tokens[0, 6:7] = (tokens[0, 6:7] + 1) % 8192
+        return tokens
+
+    def wrong_logits(self: Decoder, token_ids: Tensor, cache: octlm.Cache | None = None):
+        logits, cache = right(self, token_ids, cache)
+        if cache[0][0].shape[2] >= 6:
+            logits = logits.roll(1, dims=-1)
+        return logits, cache
+
+    truth = trained.generate(torch.tensor([[1]]), 8)
+    logits = trained(truth[:, :6])[0].detach()
+    wrong = wrong_tokens if place == "generate_cached" else wrong_logits
+    monkeypatch.setattr(Decoder, place, wrong)
+    out = tmp_path / "rows.jsonl"
+    run = Run(capsys, "cache", "--lengths", 4, 8, 12, "--repeats", 1, "--device", "cpu",
+              "--dtype", "float32", "--out", out)  # fmt: skip
+    assert run.status == 1 and "Traceback" not in run.err
+    last = run.err.splitlines()[-1]
+    assert "cached generation changed greedy output at length 8" in last
+    assert "x |" not in run.out and "tokens/s" not in run.out
+    first, second = lines_of(out)
+    assert sorted(first) == FIELDS and first["length"] == 4 and first["greedy_equal"] is True
+    assert sorted(second) == sorted(FIELDS + DIFFERENCE) and second["length"] == 8
+    assert second["greedy_equal"] is False and second["first_difference"] == 6
+    assert second["tokens"] == [truth[0, 6], (truth[0, 6] + 1) % 8192]
+    best, next_best = logits[-1].topk(2).values.tolist()
+    assert second["gap"] == pytest.approx(best - next_best, abs=1e-4)
+    distance = 0.0
+    if place == "forward_cached":
+        distance = (logits[-1].roll(1) - logits[-1]).abs().max().item()
+    assert second["max_logit_difference"] == pytest.approx(distance, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "fault", "rows"),
+    [
+        ("kv_cache_bytes", RuntimeError, "actual cache bytes differ from the model formula", 0),
+        ("timed_generation", KeyboardInterrupt, "interrupted", 1),
+    ],
+)
+def test_cache_stage_that_stops_early_keeps_its_rows(
+    name: str, result: type, fault: str, rows: int, tmp_path: Path, monkeypatch, capsys
+):
+    right = getattr(day5, name)
+
+    def wrong(*arguments):
+        if result is KeyboardInterrupt and arguments[2] == 8:
+            raise KeyboardInterrupt
+        found = right(*arguments)
+        return found + 1 if result is RuntimeError else found
+
+    monkeypatch.setattr(day5, name, wrong)
+    out = tmp_path / "rows.jsonl"
+    run = Run(capsys, "cache", "--lengths", 4, 8, "--repeats", 1, "--out", out)
+    assert run.status == 1 and fault in run.err.splitlines()[-1] and "Traceback" not in run.err
+    assert run.out == "" and out.exists() == (rows > 0)
+    assert len(lines_of(out) if out.exists() else []) == rows
+
+
+PROMPT, STORY = "  Ønce", " né 👩\u200d👩\u200d👧  two  spaces\n\tשלום <s> 日本 \n"
+
+
+@pytest.fixture(scope="session")
+def speller(tokenizer, tmp_path_factory) -> Path:
+    """A model whose learned positions alone spell PROMPT, STORY and end-of-text."""
+    said = [*tokenizer.encode(PROMPT), *tokenizer.encode(STORY), 2]
+    model = Decoder(replace(TINY, vocab_size=8192, context_length=100, d_model=64, n_layers=1,
+                            position="learned", dropout=0.0))  # fmt: skip
+    with torch.no_grad():
+        F.normalize(model.token_embedding.weight.normal_(), out=model.token_embedding.weight)
+        model.position_embedding.weight[: len(said)] = 100 * model.token_embedding.weight[said]
+    path = tmp_path_factory.mktemp("speller") / "speller.pt"
+    save_checkpoint(path, model)
+    return path
+
+
+@pytest.mark.parametrize("limit", [100, 6, 7, 12])
+@pytest.mark.parametrize("options", [[], ["--no-cache"]], ids=str)
+def test_text_is_streamed(
+    limit: int, options: list[str], speller: Path, tokenizer, monkeypatch, capsys
+):
+    """Piece by piece, no character in halves; joined, it is `decode` of all tokens at once."""
+    writes: list[str] = []
+    stdout = SimpleNamespace(write=writes.append, flush=lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        status = day5.main(["generate", "--checkpoint", str(speller), "--prompt", PROMPT, *options,
+                            "--temperature", "0", "--tokens", str(limit)])  # fmt: skip
+    assert status == 0
+    prompt, story = tokenizer.encode(PROMPT), tokenizer.encode(STORY)
+    whole = limit > len(story)
+    expected = PROMPT + STORY if whole else tokenizer.decode(prompt + story[:limit])
+    assert "".join(writes) == expected + "\n"
+    if whole:
+        assert len([piece for piece in writes if piece]) > 15
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in writes)
+    made = len(story) + 1 if whole else limit
+    config = load_checkpoint(speller).config
+    positions = 0 if options else 1 + len(prompt) + made - 1  # BOS, but not the last token
+    size = octlm.kv_cache_bytes(config, positions, 4)
+    err = capsys.readouterr().err
+    assert err.startswith(f"{made} tokens, ") and err.endswith(f" {size:,} cache bytes\n")
+
+
+def test_generate_gives_one_text_with_and_without_the_cache(
+    trained: Decoder, tokenizer, monkeypatch, capsys
+):
+    """The defaults, sampled; the prompt also from standard input."""
+    ids = torch.tensor([[1, *tokenizer.encode("Once upon a time")]])
+    made = trained.generate(ids, 60, temperature=0.8, top_k=40, generator=seeded(0))[0].tolist()
+    text = tokenizer.decode(made[: made.index(2)] if 2 in made else made)
+    stdin = io.TextIOWrapper(io.BytesIO(b"Once upon a time\n"))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    for options in ([], ["--no-cache"], ["--prompt", "-"]):
+        run = Run(capsys, "generate", "--tokens", 60, "--device", "cpu", *options)
+        assert (run.status, run.out, run.err.count("\n")) == (0, text + "\n", 1)
+
+
+def test_imports_are_silent(tmp_path: Path):
+    command = [sys.executable, "-W", "always", "-c", "import octlm, day5"]
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

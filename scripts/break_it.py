@@ -1,0 +1,91 @@
+"""Break octlm on purpose, one way at a time, and print which test notices.
+
+    python scripts/break_it.py > docs/break_it.md
+
+Each break is one replacement in a copy of the working tree; the test file runs there and stops at
+its first failure. Exit status 0 if every break was noticed and the unbroken copy passes.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BREAKS = [  # what, file, the text to replace (found exactly once), its replacement
+    ("mask off by one", "octlm.py", "mask = column <= column[-new:, None]",
+     "mask = column < column[-new:, None]"),
+    ("upper-left mask", "octlm.py", "mask = column <= column[-new:, None]",
+     "mask = column <= column[:new, None]"),
+    ("positions from zero in a step", "octlm.py", "x, rope = self._embed(token_ids, start)",
+     "x, rope = self._embed(token_ids, 0)"),
+    ("keys rotated twice", "octlm.py", "query, key = apply_rope(query, *rope), apply_rope(key, *rope)",
+     "query, key = apply_rope(query, *rope), apply_rope(apply_rope(key, *rope), *rope)"),
+    ("wrong head mapping", "octlm.py",
+     "rows = query.reshape(x.shape[0], self.config.n_kv_heads, -1, self.config.head_size)",
+     "rows = query.unflatten(1, (-1, self.config.n_kv_heads)).transpose(1, 2).flatten(2, 3)"),
+    ("last token dropped", "octlm.py", "text = torch.cat((text, token), dim=1)[:, -context:]",
+     "text = torch.cat((text, token), dim=1)[:, -context:][:, :-1]"),
+    ("stale cache reused", "octlm.py", "elif cache is None or cache[0][0].shape[2] == context:\n"
+     "                    logits, cache = self.forward_cached(text)",
+     "elif cache is None or cache[0][0].shape[2] == context:\n                    cache = cache and "
+     "[(k[:, :, 1:], v[:, :, 1:]) for k, v in cache]\n                    logits, cache = "
+     "self.forward_cached(text if cache is None else text[:, -1:], cache)"),
+    ("cache changed in place", "octlm.py", "        new, total = x.shape[1], key.shape[2]",
+     "            cache[0].mul_(1.0001)\n        new, total = x.shape[1], key.shape[2]"),
+    ("one token too many", "octlm.py", "for _ in range(max_new_tokens):",
+     "for _ in range(max_new_tokens + 1):"),
+    ("bytes off by one layer", "octlm.py", "return 2 * config.n_layers * config.n_kv_heads",
+     "return 2 * (config.n_layers - 1) * config.n_kv_heads"),
+    ("timer around nothing", "day5.py", "    start = time.perf_counter()\n    tokens = generate(prompt, length)\n",
+     "    tokens = generate(prompt, length)\n    start = time.perf_counter()\n"),
+    ("device not synchronized", "day5.py",
+     "    synchronize(prompt.device)\n    return tokens", "    return tokens"),
+    ("window ignored", "octlm.py", "window = config.attention_window or length", "window = length"),
+    ("compression ignored", "octlm.py", "block_end <= row - window + 1", "block_end < 0"),
+    ("manual attention not causal", "octlm.py", "scores.masked_fill(~mask, -math.inf)", "scores"),
+    ("rope_scale ignored", "octlm.py", "device=device) / scale", "device=device)"),
+    ("top_k ignored", "octlm.py", "if top_k is not None and top_k < logits.shape[-1]:", "if False:"),
+    ("temperature ignored", "octlm.py",
+     "temperature = max(temperature, torch.finfo(torch.float32).tiny)", "temperature = 1.0"),
+    ("always greedy", "octlm.py", "if temperature == 0:", "if True:"),
+    ("a code-running pickle allowed", "octlm.py", "weights_only=True", "weights_only=False"),
+]
+
+
+def run_tests(folder: Path) -> tuple[bool, str]:
+    """Whether the test file passes there, and its first failure or its closing line."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "test_octlm.py"],
+        cwd=folder, capture_output=True, text=True,
+    )
+    failed = re.search(r"^(?:FAILED|ERROR) test_octlm\.py::(\S+)", result.stdout, re.MULTILINE)
+    return result.returncode == 0, failed[1] if failed else result.stdout.strip().split("\n")[-1]
+
+
+def main() -> int:
+    unnoticed = 0
+    print("| broken on purpose | first test that fails |\n|:--|:--|", flush=True)
+    for what, name, old, new in [("nothing", "octlm.py", "", ""), *BREAKS]:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "octlm"
+            shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+            if old:
+                source = (folder / name).read_text(encoding="utf-8")
+                if source.count(old) != 1:
+                    print(f"{name} no longer holds what '{what}' replaces", file=sys.stderr)
+                    return 1
+                (folder / name).write_text(source.replace(old, new), encoding="utf-8")
+            passed, line = run_tests(folder)
+        unnoticed += passed == bool(old)
+        print(f"| {what} | {line if not passed else 'none: all pass'} |", flush=True)
+    return 1 if unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
