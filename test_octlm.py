@@ -7,7 +7,6 @@ mask, head or position moves their logits by far more than any tolerance here.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import io
@@ -48,14 +47,14 @@ FORMS = [
       for heads in (1, 2, 4, 8) for word in ("rope", "learned")),
     *({"rope_base": base, "rope_scale": scale}
       for base, scale in ((50.0, 1.0), (1e4, 4.0), (500.0, 0.3))),
-]  # fmt: skip
+]
 WINDOWS = [
     *({"attention_window": window, "kv_compress_block": block} for window, block in
       ((1, 0), (3, 0), (12, 0), (1, 1), (1, 2), (2, 5), (4, 3), (12, 2), (3, 20))),
     {"attention_window": 3, "position": "learned"},
     {"attention_window": 2, "kv_compress_block": 3, "position": "learned"},
     {"attention_window": 3, "kv_compress_block": 3, "rope_base": 50.0, "rope_scale": 0.5},
-]  # fmt: skip
+]
 SAMPLED = {"temperature": 0.9, "top_k": 20}
 
 over_forms = pytest.mark.parametrize("form", FORMS, ids=str)
@@ -184,7 +183,7 @@ def reference_logits(model: Decoder, token_ids: list[int]) -> np.ndarray:
     for layer in range(config.n_layers):
         start = f"blocks.{layer}."
         part = {name.removeprefix(start).removesuffix(".weight"): weight
-                for name, weight in weights.items() if name.startswith(start)}  # fmt: skip
+                for name, weight in weights.items() if name.startswith(start)}
         normed = [reference_norm(row, part["attention_norm"], eps) for row in x]
         query, key, value = (
             [(part[f"attention.{name}"] @ row).reshape(-1, size) for row in normed]
@@ -215,13 +214,13 @@ def test_defaults_names_and_parameter_count():
         "d_model": 512, "d_ff": 1368, "position": "rope", "rope_base": 10000.0, "rope_scale": 1.0,
         "attention": "sdpa", "attention_window": 0, "kv_compress_block": 0, "dropout": 0.0,
         "norm_eps": 1e-6,
-    }  # fmt: skip
+    }
     assert model.config.head_size == 64
     assert sum(weight.numel() for weight in model.parameters()) == 26_255_872
     inner = [
         "attention_norm", "attention.query", "attention.key", "attention.value", "attention.output",
         "feed_forward_norm", "feed_forward.gate", "feed_forward.up", "feed_forward.down",
-    ]  # fmt: skip
+    ]
     names = {f"blocks.{layer}.{name}.weight" for layer in range(8) for name in inner}
     ends = {"token_embedding.weight", "final_norm.weight", "lm_head.weight"}
     assert set(model.state_dict()) == names | ends
@@ -244,10 +243,10 @@ REFUSED = [
     *(("dropout", value) for value in (-0.1, 1, 1.5, math.nan, math.inf, False, "0", None)),
     *(("position", value) for value in ("alibi", "", "RoPE", None, 0)),
     *(("attention", value) for value in ("flash", "", "SDPA", None, True)),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("name", "value"), REFUSED)
+@pytest.mark.parametrize("name, value", REFUSED)
 def test_config_refuses_a_value(name: str, value: object):
     """The message names the field, what was expected and what was given."""
     with pytest.raises(ValueError, match=f"^{name} must be .+, got ") as error:
@@ -255,45 +254,35 @@ def test_config_refuses_a_value(name: str, value: object):
     assert str(error.value).endswith(f"got {value!r}")
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"n_kv_heads": 3}, "n_heads must be .*n_kv_heads=3, got 8"),
-        ({"n_heads": 2, "n_kv_heads": 4}, "n_heads must be .*n_kv_heads=4, got 2"),
-        ({"d_model": 60}, "d_model must be .*n_heads=8, got 60"),
-        ({"d_model": 24}, "head_size must be even .*d_model.*, got 3"),
-        ({"attention_window": 13}, "attention_window must be .*context_length=12, got 13"),
-        ({"kv_compress_block": 2}, "kv_compress_block must be .*attention_window.*, got 2"),
-    ],
-)
+@pytest.mark.parametrize("changes, text", [
+    ({"n_kv_heads": 3}, "n_heads must be .*n_kv_heads=3, got 8"),
+    ({"n_heads": 2, "n_kv_heads": 4}, "n_heads must be .*n_kv_heads=4, got 2"),
+    ({"d_model": 60}, "d_model must be .*n_heads=8, got 60"),
+    ({"d_model": 24}, "head_size must be even .*d_model.*, got 3"),
+    ({"attention_window": 13}, "attention_window must be .*context_length=12, got 13"),
+    ({"kv_compress_block": 2}, "kv_compress_block must be .*attention_window.*, got 2"),
+])
 def test_config_refuses_what_does_not_fit_together(changes: dict, text: str):
     with pytest.raises(ValueError, match=f"^{text}$"):
         replace(SMALL, **changes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"d_model": 24, "position": "learned"},
-        {"attention_window": 12, "kv_compress_block": 100},
-        {"rope_base": 1, "rope_scale": 2, "dropout": 0},
-        {"n_kv_heads": 8, "d_model": 16, "n_layers": 1, "d_ff": 1, "context_length": 1},
-    ],
-)
-def test_config_accepts_the_edges_and_is_frozen(changes: dict):
-    config = replace(SMALL, **changes)
-    assert all(getattr(config, name) == value for name, value in changes.items())
+def test_config_accepts_the_edges_and_is_frozen():
+    for changes in (
+        {"d_model": 24, "position": "learned"}, {"attention_window": 12, "kv_compress_block": 100},
+        {"rope_base": 1, "rope_scale": 2, "dropout": 0}, {"n_kv_heads": 8, "context_length": 1},
+    ):
+        assert asdict(replace(SMALL, **changes)) == asdict(SMALL) | changes
     with pytest.raises(FrozenInstanceError):
-        config.d_model = 128
+        SMALL.d_model = 128
 
 
 # RoPE
 
 
-@pytest.mark.parametrize(
-    ("length", "head_size", "scale", "base", "start"),
-    [(7, 8, 1.0, 10000.0, 0), (5, 6, 4.0, 10000.0, 3), (4, 2, 0.5, 3.0, 9), (3, 64, 1.7, 5e5, 509)],
-)
+@pytest.mark.parametrize("length, head_size, scale, base, start", [
+    (7, 8, 1.0, 10000.0, 0), (5, 6, 4.0, 10000.0, 3), (4, 2, 0.5, 3.0, 9), (3, 64, 1.7, 5e5, 509),
+])
 def test_rope_tables(length: int, head_size: int, scale: float, base: float, start: int):
     bases = {} if base == 10000 else {"base": base}  # 10000 is the default
     cosine, sine = octlm.rope_tables(length, head_size, scale, "cpu", **bases, start=start)
@@ -319,10 +308,9 @@ def test_rope_tables_are_float32(default: torch.dtype):
         assert actual.dtype == torch.float32 and torch.equal(actual, table)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
-)
+@pytest.mark.parametrize("dtype, tolerance", [
+    (torch.float64, 1e-6), (torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2),
+])
 def test_apply_rope_turns_adjacent_pairs(dtype: torch.dtype, tolerance: float):
     """Pairs (2i, 2i + 1), not the halves of the head; the dtype stays the input's."""
     x = torch.randn(2, 3, 5, 6, generator=seeded(0)).to(dtype)
@@ -400,20 +388,16 @@ def test_chunks_in_float32_equal_full_pass_and_loops(form: dict, lengths: tuple[
 
 
 def test_keys_are_saved_rotated():
-    """Once, at their absolute position; values as they were projected."""
+    """Once, at their absolute position, so that a step need not turn them again."""
     model, ids, cache = small_model(n_layers=1), random_ids(1, 6), None
     for chunk in ids.split((3, 1, 2), dim=1):
         _, cache = model.forward_cached(chunk, cache)
-    weights = {name: weight.double().numpy() for name, weight in model.state_dict().items()}
-    for i, token in enumerate(ids[0].tolist()):
-        row = weights["token_embedding.weight"][token]
-        row = reference_norm(row, weights["blocks.0.attention_norm.weight"], 1e-6)
-        key = (weights["blocks.0.attention.key.weight"] @ row).reshape(2, 8)
-        value = (weights["blocks.0.attention.value.weight"] @ row).reshape(2, 8)
-        for head in range(2):
-            rotated = reference_rotate(key[head], i, model.config)
-            assert_near(cache[0][0][0, head, i], rotated, 5e-6)
-            assert_near(cache[0][1][0, head, i], value[head], 5e-6)
+    block = model.blocks[0]
+    with torch.no_grad():
+        key = block.attention.key(block.attention_norm(model.token_embedding(ids[0])))
+    for i, head in np.ndindex(6, 2):
+        unturned = key[i, head * 8 : head * 8 + 8].double().numpy()
+        assert_near(cache[0][0][0, head, i], reference_rotate(unturned, i, model.config), 5e-6)
 
 
 @pytest.mark.parametrize("saved", [0, 1, 5])
@@ -448,15 +432,15 @@ def test_the_cache_is_a_value(position: str):
         assert all(torch.equal(a, b) for a, b in zip(tensors_of(cache), copies))
 
 
-def test_cached_forward_requires_eval_mode():
-    with pytest.raises(ValueError, match="^cached forward requires eval mode"):
-        small_model().train().forward_cached(random_ids(1, 3))
-
-
-@pytest.mark.parametrize("form", [{"attention": "manual"}, {"attention_window": 12}, WINDOWS[4]])
-def test_cached_forward_requires_full_sdpa(form: dict):
-    with pytest.raises(ValueError, match="^cached forward requires full SDPA attention"):
-        small_model(**form).forward_cached(random_ids(1, 3))
+@pytest.mark.parametrize("form, training, text", [
+    ({}, True, "cached forward requires eval mode"),
+    ({"attention": "manual"}, False, "cached forward requires full SDPA attention"),
+    ({"attention_window": 12}, False, "cached forward requires full SDPA attention"),
+    (WINDOWS[4], False, "cached forward requires full SDPA attention"),
+])
+def test_cached_forward_refuses_the_wrong_mode(form: dict, training: bool, text: str):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        small_model(**form).train(training).forward_cached(random_ids(1, 3))
 
 
 @over_positions
@@ -468,15 +452,12 @@ def test_cached_forward_refuses_more_than_the_context(lengths: tuple[int, ...], 
         in_chunks(model, random_ids(2, 13), lengths)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda c: [], lambda c: c[:1], lambda c: c + c[:1], lambda c: [c[0], c[1][:1]]],
-)
-def test_cache_must_have_one_entry_per_layer(change: Callable):
+def test_cache_must_have_one_entry_per_layer():
     model = small_model()
-    cache = change(model.forward_cached(random_ids(1, 3))[1])
-    with pytest.raises(ValueError, match="^cache must have one entry per layer"):
-        model.forward_cached(random_ids(1, 1), cache)
+    _, cache = model.forward_cached(random_ids(1, 3))
+    for wrong in ([], cache[:1], cache + cache[:1], [cache[0], cache[1][:1]]):
+        with pytest.raises(ValueError, match="^cache must have one entry per layer"):
+            model.forward_cached(random_ids(1, 1), wrong)
 
 
 def of_layer_1(change: Callable[[Tensor], Tensor]) -> Callable:
@@ -500,7 +481,7 @@ MISFITS = {  # what is done to a cache of 2 sequences, 2 heads, 4 positions; giv
 
 
 @pytest.mark.parametrize("new", [1, 3])
-@pytest.mark.parametrize(("change", "given", "expected"), MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize("change, given, expected", MISFITS.values(), ids=MISFITS)
 def test_cache_that_does_not_fit(change: Callable, given: str, expected: str, new: int):
     """It is never broadcast, promoted or truncated, and the message names both sides."""
     model = small_model()
@@ -532,7 +513,7 @@ def test_changed_weights_take_effect_at_the_next_call(change: str, position: str
 
     def everything(model: Decoder) -> list[Tensor]:
         return [model(ids), in_chunks(model, ids, (3, 1, 2)), model.generate(ids, 3),
-                model.generate_cached(ids, 3)]  # fmt: skip
+                model.generate_cached(ids, 3)]
 
     before = everything(model)
     if change == "in place":
@@ -626,9 +607,7 @@ def test_naive_generator_takes_every_attention_form(form: dict, attention: str):
 @pytest.mark.parametrize("count", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-def test_the_result_is_an_ordinary_tensor(
-    name: str, count: int, dtype: torch.dtype, mode: Callable
-):
+def test_the_result_is_an_ordinary_tensor(name: str, count: int, dtype, mode: Callable):
     """int64 that autograd accepts, whatever the caller's mode; the prompt is left alone."""
     model = small_model()
     with mode():
@@ -642,16 +621,13 @@ def test_the_result_is_an_ordinary_tensor(
     assert torch.equal(prompt, random_ids(2, 4))
 
 
-@pytest.mark.parametrize(
-    ("name", "length", "expected"),
-    [
-        ("generate_cached", 3, [3, 1, 1, 1, 1, 1]),
-        ("generate_cached", 5, [5, 1, 1, 1, 8, 8]),
-        ("generate_cached", 9, [8, 8, 8, 8, 8, 8]),
-        ("generate", 3, [3, 4, 5, 6, 7, 8]),
-        ("generate", 6, [6, 7, 8, 8, 8, 8]),
-    ],
-)
+@pytest.mark.parametrize("name, length, expected", [
+    ("generate_cached", 3, [3, 1, 1, 1, 1, 1]),
+    ("generate_cached", 5, [5, 1, 1, 1, 8, 8]),
+    ("generate_cached", 9, [8, 8, 8, 8, 8, 8]),
+    ("generate", 3, [3, 4, 5, 6, 7, 8]),
+    ("generate", 6, [6, 7, 8, 8, 8, 8]),
+])
 def test_what_a_generator_computes(name: str, length: int, expected: list[int]):
     """n new tokens cost one prompt pass and n - 1 steps; the baseline projects one position."""
     model, passes, projected = small_model(context_length=8), [], []
@@ -675,9 +651,7 @@ def test_stream_equals_generate(cached: bool, sampling: dict):
 
 
 @over_paths
-@pytest.mark.parametrize(
-    "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode, contextlib.nullcontext]
-)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_stream_leaves_the_callers_mode_alone(cached: bool, mode: Callable):
     """Between the yields, after the stream was abandoned, and when it goes on in another mode."""
 
@@ -711,10 +685,10 @@ BAD_CALLS = [
     *(({"top_k": value}, "top_k must be") for value in (0, -3, 1.5)),
     ({"generator": SimpleNamespace(device=torch.device("meta"))}, "generator must be on cpu"),
     ({"training": True}, ".*requires eval mode"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("changes", "text"), BAD_CALLS, ids=str)
+@pytest.mark.parametrize("changes, text", BAD_CALLS, ids=str)
 @pytest.mark.parametrize("name", ["generate", "generate_cached", "stream"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_arguments_are_checked_at_the_call(name: str, changes: dict, text: str, temperature: float):
@@ -730,14 +704,11 @@ def test_arguments_are_checked_at_the_call(name: str, changes: dict, text: str, 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "token_embedding", "final_norm", "blocks.1.attention_norm", "blocks.1.attention.value",
-        "blocks.0.attention.output", "blocks.1.feed_forward.gate", "blocks.0.feed_forward.up",
-        "blocks.0.feed_forward.down",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "token_embedding", "final_norm", "blocks.1.attention_norm", "blocks.1.attention.value",
+    "blocks.0.attention.output", "blocks.1.feed_forward.gate", "blocks.0.feed_forward.up",
+    "blocks.0.feed_forward.down",
+])
 def test_weights_that_are_not_finite_raise(name: str, value: float, sampling: dict):
     """The argmax of NaN is an index like any other: a broken model would say token 0 for ever."""
     model, prompt = small_model(), torch.tensor([[5, 6, 7]])
@@ -769,9 +740,8 @@ def test_stream_stops_at_the_first_logits_that_are_not_finite(cached: bool):
 # Sampling
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, None), (0.7, 5), (1.5, 1), (1.0, 11)]
-)
+@pytest.mark.parametrize("temperature, top_k",
+                         [(1.0, None), (0.5, None), (2.0, None), (0.7, 5), (1.5, 1), (1.0, 11)])
 def test_sample_draws_from_the_softmax(temperature: float, top_k: int | None):
     """20,000 draws against a softmax by hand: chi-square with at most 11 degrees of freedom."""
     logits = torch.randn(12, generator=seeded(0)) * 1.5
@@ -792,14 +762,11 @@ def test_greedy_takes_the_lowest_index_among_equals():
     assert octlm.sample(logits.repeat(1, 500)).tolist() == [[1], [0]]
 
 
-@pytest.mark.parametrize(
-    ("row", "top_k", "kept"),
-    [
-        ([1.0, 3.0, 3.0, 2.0, 3.0, 3.0], 2, {1, 2}),
-        ([1.0, 2.0, 3.0, 2.0, 2.0, 0.0], 3, {1, 2, 3}),
-        ([0.0] * 300, 5, {0, 1, 2, 3, 4}),
-    ],
-)
+@pytest.mark.parametrize("row, top_k, kept", [
+    ([1.0, 3.0, 3.0, 2.0, 3.0, 3.0], 2, {1, 2}),
+    ([1.0, 2.0, 3.0, 2.0, 2.0, 0.0], 3, {1, 2, 3}),
+    ([0.0] * 300, 5, {0, 1, 2, 3, 4}),
+])
 def test_top_k_keeps_exactly_k_lowest_index_first(row: list[float], top_k: int, kept: set[int]):
     logits = torch.tensor(row).expand(2000, -1)
     assert set(octlm.sample(logits, 5.0, top_k, seeded(0))[:, 0].tolist()) == kept
@@ -841,7 +808,7 @@ def test_sample_works_in_float32(dtype: torch.dtype):
     assert torch.equal(octlm.sample(logits, 0.8, 9, seeded(2)), expected)
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@over_paths
 def test_seeds_decide_and_the_global_state_rests(cached: bool):
     model, prompt = small_model(), random_ids(1, 3)
     generate = model.generate_cached if cached else model.generate
@@ -859,7 +826,7 @@ def test_seeds_decide_and_the_global_state_rests(cached: bool):
 # Bytes
 
 
-@pytest.mark.parametrize(("length", "kib"), [(0, 0), (1, 4), (64, 256), (256, 1024), (512, 2048)])
+@pytest.mark.parametrize("length, kib", [(0, 0), (1, 4), (64, 256), (256, 1024), (512, 2048)])
 def test_kv_cache_bytes_of_the_default_model(length: int, kib: int):
     assert octlm.kv_cache_bytes(DecoderConfig(vocab_size=8192), length, 2) == kib * 1024
 
@@ -945,7 +912,7 @@ DAMAGES = {
     "text": lambda data: b"Once upon a time\n" * 100,
     "zip": lambda data: foreign_zip("hello.txt"),
     "foreign pickle": lambda data: foreign_zip("archive/data.pkl"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -981,9 +948,9 @@ def test_load_runs_nothing(place: str | None, saved: Path, tmp_path: Path):
     content = content_of(saved)
     content[place or "format"] = MakesAFolder(made)
     torch.save(content if place else MakesAFolder(made), saved)
-    with pytest.raises(ValueError, match="small.pt: .*mkdir"):
+    with pytest.raises(ValueError, match="small.pt: ") as error:
         load_checkpoint(saved)
-    assert not made.exists()
+    assert not made.exists() and "will likely succeed" not in str(error.value)  # torch's advice
     torch.load(saved, weights_only=False)
     assert made.exists()  # the file was live
 
@@ -1014,10 +981,8 @@ WRONG_CONTENTS = [  # where, key, value (None: remove it), and what the message 
 ]
 
 
-@pytest.mark.parametrize(("place", "key", "value", "fault"), WRONG_CONTENTS)
-def test_load_refuses_wrong_contents(
-    place: str, key: str, value: object, fault: str, saved: Path
-):
+@pytest.mark.parametrize("place, key, value, fault", WRONG_CONTENTS)
+def test_load_refuses_wrong_contents(place: str, key: str, value: object, fault: str, saved: Path):
     """The message names the file and the fault."""
     content = content_of(saved)
     target = content[place] if place else content
@@ -1039,9 +1004,7 @@ def test_facts_must_be_json(fact: object, saved: Path):
 
 @pytest.mark.parametrize("fault", [OSError("disk full"), KeyboardInterrupt()], ids=str)
 @pytest.mark.parametrize("place", ["write", "rename"])
-def test_an_interrupted_save_keeps_the_old_file(
-    fault: BaseException, place: str, saved: Path, monkeypatch
-):
+def test_an_interrupted_save_keeps_the_old_file(fault, place: str, saved: Path, monkeypatch):
     before = saved.read_bytes()
 
     def fail(content: object, file) -> None:
@@ -1072,16 +1035,12 @@ def test_tokenizer_layout(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\u2581b")) == "a b"  # the one exception
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Once upon a time", "a\nb\n\n\nc\r\n", "\n", "\ttabs\t\there", "  two  spaces   three ",
-        "", " ", " leading", "naïve café Ångström e\u0301", "👩\u200d👩\u200d👧 👍🏽 🏳️\u200d🌈",
-        "a\0b", "שלום עולם", "مرحبا\u200f!", "<s> </s> <unk> <0x41>", "日本語 한국어", "\ufeffa",
-        "\U0010ffff", "1234567890 3.14", "\u00a0\u3000",
-    ],
-    ids=ascii,
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "Once upon a time", "a\nb\n\n\nc\r\n", "\n", "\ttabs\t\there", "  two  spaces   three ",
+    "", " ", " leading", "naïve café Ångström e\u0301", "👩\u200d👩\u200d👧 👍🏽 🏳️\u200d🌈",
+    "a\0b", "שלום עולם", "مرحبا\u200f!", "<s> </s> <unk> <0x41>", "日本語 한국어", "\ufeffa",
+    "\U0010ffff", "1234567890 3.14", "\u00a0\u3000",
+], ids=ascii)
 def test_tokenizer_is_lossless(text: str, tokenizer):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -1104,7 +1063,7 @@ DOCUMENTS = [random_ids(1, n, seed=n)[0].to(torch.int32) for n in (5, 17, 9, 30,
 SETTINGS = {  # ten steps, through several epochs
     "config": TINY, "documents": DOCUMENTS, "tokens": 160, "batch": 2, "learning_rate": 0.01,
     "seed": 3, "evaluate_every": 32,
-}  # fmt: skip
+}
 
 
 def evaluate(model: Decoder) -> float:
@@ -1138,7 +1097,7 @@ def test_a_resumed_run_equals_an_unbroken_one(saves: int, train, tmp_path: Path,
     assert {weight.dtype for weight in content_of(whole)["weights"].values()} == {torch.float16}
     assert content_of(whole)["facts"]["tokens"] == 160
     rows = [[{**row, "time": 0, "seconds": 0} for row in lines_of(Path(f"{path}.jsonl"))]
-            for path in (whole, broken)]  # fmt: skip
+            for path in (whole, broken)]
     assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == [2, 4, 6, 8, 10]
     assert not Path(f"{broken}.state").exists()
 
@@ -1152,17 +1111,13 @@ def test_training_overwrites_nothing(existing: str, train, tmp_path: Path):
     assert path.read_text() == "precious" and os.listdir(tmp_path) == [path.name]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tokens": 320}, {"batch": 3}, {"learning_rate": 0.02}, {"seed": 4}, {"evaluate_every": 64},
-        {"config": replace(TINY, dropout=0.0)}, {"documents": DOCUMENTS[1:]},
-    ],
-    ids=lambda change: next(iter(change)),
-)  # fmt: skip
-def test_training_refuses_to_resume_with_other_settings(
-    change: dict, train, tmp_path: Path, monkeypatch
-):
+@pytest.mark.parametrize("change", [
+    {"tokens": 320}, {"batch": 3}, {"learning_rate": 0.02}, {"seed": 4}, {"evaluate_every": 64},
+    {"config": replace(TINY, dropout=0.0)}, {"documents": DOCUMENTS[1:]},
+], ids=lambda change: next(iter(change)))
+def test_training_refuses_other_settings(change: dict, train, tmp_path: Path, monkeypatch):
+    """A run goes on from its own state only."""
+
     def stop(model: Decoder) -> float:
         raise KeyboardInterrupt
 
@@ -1173,18 +1128,6 @@ def test_training_refuses_to_resume_with_other_settings(
     with pytest.raises(ValueError, match="a.pt.state was made with other settings"):
         train.train(**SETTINGS | change, out=tmp_path / "a.pt", resume=True)
     assert (tmp_path / "a.pt.state").read_bytes() == before
-
-
-def test_batches_depend_on_seed_and_step_alone(train):
-    """Every piece of the text once an epoch, each epoch in its own order."""
-    text = [torch.arange(100, dtype=torch.int32)]
-    batches, fresh = (train.Batches(text, batch=3, context=8, seed=1) for _ in range(2))
-    dealt = [batches[step] for step in range(8)]
-    assert all(torch.equal(fresh[step], dealt[step]) for step in reversed(range(8)))
-    for epoch in (torch.cat(dealt[:4]), torch.cat(dealt[4:])):
-        assert sorted(epoch[:, 0].tolist()) == list(range(0, 96, 8))
-        assert torch.equal(epoch, epoch[:, :1] + torch.arange(9))
-    assert not torch.equal(torch.cat(dealt[:4]), torch.cat(dealt[4:]))
 
 
 def test_documents_are_split_at_separator_lines(train, tmp_path: Path):
@@ -1277,7 +1220,7 @@ FIELDS = [
     "cache_bytes", "cached_seconds", "cached_tokens_per_second", "checkpoint_sha256", "device",
     "dtype", "greedy_equal", "hardware", "length", "naive_seconds", "naive_tokens_per_second",
     "python", "pytorch", "speedup", "threads", "time", "type", "weight_bytes",
-]  # fmt: skip
+]
 DIFFERENCE = ["first_difference", "tokens", "gap", "max_logit_difference"]
 
 
@@ -1303,7 +1246,7 @@ def test_cache_stage(tmp_path: Path, capsys):
             "weight_bytes": 26_255_872 * 4, "dtype": "torch.float32", "threads": 1,
             "python": platform.python_version(), "pytorch": torch.__version__,
             "checkpoint_sha256": hashlib.sha256(CHECKPOINT.read_bytes()).hexdigest(),
-        }  # fmt: skip
+        }
         assert {name: row[name] for name in expected} == expected
         assert f"{row['speedup']:.2f}x" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80 and "length 8" in done.stderr
@@ -1313,27 +1256,21 @@ def test_cache_stage(tmp_path: Path, capsys):
     assert "already contains a measurement" in again.err and path.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fault"),
-    [
-        (["--out", "link.jsonl"], "link.jsonl already contains a measurement"),
-        (["--out", "folder"], "folder already contains a measurement"),
-        (["--out", "none/rows.jsonl"], "none/rows.jsonl"),
-        (["--lengths", "4", "513"], "cache benchmark requires SDPA and lengths within context"),
-        (["--checkpoint", "window.pt"], "cache benchmark requires SDPA and lengths within context"),
-        (["--checkpoint", "manual.pt"], "cache benchmark requires SDPA and lengths within context"),
-        (["--checkpoint", "none.pt"], "none.pt"),
-        (["--checkpoint", "small.pt"], "61"),
-        (["--checkpoint", TOKENIZER], "tokenizer.model"),
-        (["--tokenizer", "none.model"], "none.model"),
-        (["--tokenizer", CHECKPOINT], "octlm-26m.pt"),
-        (["--device", "cuda:99"], "cuda:99"),
-    ],
-    ids=str,
-)
-def test_cache_stage_fails_in_one_line(
-    arguments: list, fault: str, saved: Path, tmp_path: Path, monkeypatch, capsys
-):
+@pytest.mark.parametrize("arguments, fault", [
+    (["--out", "link.jsonl"], "link.jsonl already contains a measurement"),
+    (["--out", "folder"], "folder already contains a measurement"),
+    (["--out", "none/rows.jsonl"], "none/rows.jsonl"),
+    (["--lengths", "4", "513"], "cache benchmark requires SDPA and lengths within context"),
+    (["--checkpoint", "window.pt"], "cache benchmark requires SDPA and lengths within context"),
+    (["--checkpoint", "manual.pt"], "cache benchmark requires SDPA and lengths within context"),
+    (["--checkpoint", "none.pt"], "none.pt"),
+    (["--checkpoint", "small.pt"], "61"),
+    (["--checkpoint", TOKENIZER], "tokenizer.model"),
+    (["--tokenizer", "none.model"], "none.model"),
+    (["--tokenizer", CHECKPOINT], "octlm-26m.pt"),
+    (["--device", "cuda:99"], "cuda:99"),
+], ids=str)
+def test_a_fault_is_one_line(arguments, fault: str, saved, tmp_path: Path, monkeypatch, capsys):
     """Exit status 1, the fault by name, no traceback, and nothing left behind."""
     monkeypatch.chdir(tmp_path)
     form = {"vocab_size": 8192, "context_length": 512}
@@ -1347,16 +1284,13 @@ def test_cache_stage_fails_in_one_line(
     assert fault in run.err and sorted(os.listdir()) == before
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "", "cache", "cache --out a --lengths 0", "cache --out a --lengths 4 -1",
-        "cache --out a --lengths four", "cache --out a --repeats 0", "cache --out a --threads 0",
-        "cache --out a --dtype float8", "cache --out a --device tpu", "measure --out a",
-        "generate --tokens 0", "generate --top-k 0", "generate --temperature nan",
-        "generate --temperature -1", "generate --seed x",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments", [
+    "", "cache", "cache --out a --lengths 0", "cache --out a --lengths 4 -1",
+    "cache --out a --lengths four", "cache --out a --repeats 0", "cache --out a --threads 0",
+    "cache --out a --dtype float8", "cache --out a --device tpu", "measure --out a",
+    "generate --tokens 0", "generate --top-k 0", "generate --temperature nan",
+    "generate --temperature -1", "generate --seed x",
+])
 def test_wrong_arguments_exit_with_2(arguments: str, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = Run(capsys, *arguments.split())
@@ -1365,9 +1299,7 @@ def test_wrong_arguments_exit_with_2(arguments: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("place", ["generate_cached", "forward_cached"])
-def test_cache_stage_reports_no_speed_for_other_tokens(
-    place: str, trained: Decoder, tmp_path: Path, monkeypatch, capsys
-):
+def test_no_speed_is_shown_for_other_tokens(place, trained, tmp_path: Path, monkeypatch, capsys):
     """A decoder made wrong on purpose, from position 6 on: the first length does not show it."""
     right = getattr(Decoder, place)
 
@@ -1388,11 +1320,10 @@ def test_cache_stage_reports_no_speed_for_other_tokens(
     monkeypatch.setattr(Decoder, place, wrong)
     out = tmp_path / "rows.jsonl"
     run = Run(capsys, "cache", "--lengths", 4, 8, 12, "--repeats", 1, "--device", "cpu",
-              "--dtype", "float32", "--out", out)  # fmt: skip
-    assert run.status == 1 and "Traceback" not in run.err
+              "--dtype", "float32", "--out", out)
+    assert (run.status, run.out) == (1, "") and "Traceback" not in run.err
     last = run.err.splitlines()[-1]
     assert "cached generation changed greedy output at length 8" in last
-    assert "x |" not in run.out and "tokens/s" not in run.out
     first, second = lines_of(out)
     assert sorted(first) == FIELDS and first["length"] == 4 and first["greedy_equal"] is True
     assert sorted(second) == sorted(FIELDS + DIFFERENCE) and second["length"] == 8
@@ -1406,30 +1337,27 @@ def test_cache_stage_reports_no_speed_for_other_tokens(
     assert second["max_logit_difference"] == pytest.approx(distance, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "result", "fault", "rows"),
-    [
-        ("kv_cache_bytes", RuntimeError, "actual cache bytes differ from the model formula", 0),
-        ("timed_generation", KeyboardInterrupt, "interrupted", 1),
-    ],
-)
-def test_cache_stage_that_stops_early_keeps_its_rows(
-    name: str, result: type, fault: str, rows: int, tmp_path: Path, monkeypatch, capsys
-):
-    right = getattr(day5, name)
+def test_cache_bytes_that_differ_from_the_formula(tmp_path: Path, monkeypatch, capsys):
+    """No row is written, and no file."""
+    monkeypatch.setattr(day5, "kv_cache_bytes", lambda *arguments: 1)
+    run = Run(capsys, "cache", "--lengths", 4, "--repeats", 1, "--out", tmp_path / "rows.jsonl")
+    assert run.status == 1 and run.out == "" and os.listdir(tmp_path) == []
+    assert "actual cache bytes differ from the model formula" in run.err.splitlines()[-1]
 
-    def wrong(*arguments):
-        if result is KeyboardInterrupt and arguments[2] == 8:
+
+def test_interrupted_measurement_keeps_its_rows(tmp_path: Path, monkeypatch, capsys):
+    timed = day5.timed_generation
+
+    def stop(model: Decoder, prompt: Tensor, length: int, cached: bool) -> tuple[Tensor, float]:
+        if length == 6:
             raise KeyboardInterrupt
-        found = right(*arguments)
-        return found + 1 if result is RuntimeError else found
+        return timed(model, prompt, length, cached)
 
-    monkeypatch.setattr(day5, name, wrong)
+    monkeypatch.setattr(day5, "timed_generation", stop)
     out = tmp_path / "rows.jsonl"
-    run = Run(capsys, "cache", "--lengths", 4, 8, "--repeats", 1, "--out", out)
-    assert run.status == 1 and fault in run.err.splitlines()[-1] and "Traceback" not in run.err
-    assert run.out == "" and out.exists() == (rows > 0)
-    assert len(lines_of(out) if out.exists() else []) == rows
+    run = Run(capsys, "cache", "--lengths", 4, 6, "--repeats", 1, "--out", out)
+    assert (run.status, run.out) == (1, "") and "Traceback" not in run.err
+    assert "interrupted" in run.err.splitlines()[-1] and [r["length"] for r in lines_of(out)] == [4]
 
 
 PROMPT, STORY = "  Ønce", " né 👩\u200d👩\u200d👧  two  spaces\n\tשלום <s> 日本 \n"
@@ -1440,7 +1368,7 @@ def speller(tokenizer, tmp_path_factory) -> Path:
     """A model whose learned positions alone spell PROMPT, STORY and end-of-text."""
     said = [*tokenizer.encode(PROMPT), *tokenizer.encode(STORY), 2]
     model = Decoder(replace(TINY, vocab_size=8192, context_length=100, d_model=64, n_layers=1,
-                            position="learned", dropout=0.0))  # fmt: skip
+                            position="learned", dropout=0.0))
     with torch.no_grad():
         F.normalize(model.token_embedding.weight.normal_(), out=model.token_embedding.weight)
         model.position_embedding.weight[: len(said)] = 100 * model.token_embedding.weight[said]
@@ -1451,16 +1379,15 @@ def speller(tokenizer, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("limit", [100, 6, 7, 12])
 @pytest.mark.parametrize("options", [[], ["--no-cache"]], ids=str)
-def test_text_is_streamed(
-    limit: int, options: list[str], speller: Path, tokenizer, monkeypatch, capsys
-):
+def test_text_is_streamed(limit: int, options, speller: Path, tokenizer, monkeypatch, capsys):
     """Piece by piece, no character in halves; joined, it is `decode` of all tokens at once."""
     writes: list[str] = []
     stdout = SimpleNamespace(write=writes.append, flush=lambda: None)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)
-        status = day5.main(["generate", "--checkpoint", str(speller), "--prompt", PROMPT, *options,
-                            "--temperature", "0", "--tokens", str(limit)])  # fmt: skip
+        status = day5.main(["generate", "--checkpoint", str(speller), "--prompt", PROMPT,
+                            "--temperature", "0", "--tokens", str(limit), "--device", "cpu",
+                            *options])
     assert status == 0
     prompt, story = tokenizer.encode(PROMPT), tokenizer.encode(STORY)
     whole = limit > len(story)
@@ -1477,9 +1404,7 @@ def test_text_is_streamed(
     assert err.startswith(f"{made} tokens, ") and err.endswith(f" {size:,} cache bytes\n")
 
 
-def test_generate_gives_one_text_with_and_without_the_cache(
-    trained: Decoder, tokenizer, monkeypatch, capsys
-):
+def test_generate_gives_the_same_text_without_cache(trained, tokenizer, monkeypatch, capsys):
     """The defaults, sampled; the prompt also from standard input."""
     ids = torch.tensor([[1, *tokenizer.encode("Once upon a time")]])
     made = trained.generate(ids, 60, temperature=0.8, top_k=40, generator=seeded(0))[0].tolist()

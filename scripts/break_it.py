@@ -24,7 +24,8 @@ BREAKS = [  # what, file, the text to replace (found exactly once), its replacem
      "mask = column <= column[:new, None]"),
     ("positions from zero in a step", "octlm.py", "x, rope = self._embed(token_ids, start)",
      "x, rope = self._embed(token_ids, 0)"),
-    ("keys rotated twice", "octlm.py", "query, key = apply_rope(query, *rope), apply_rope(key, *rope)",
+    ("keys rotated twice", "octlm.py",
+     "query, key = apply_rope(query, *rope), apply_rope(key, *rope)",
      "query, key = apply_rope(query, *rope), apply_rope(apply_rope(key, *rope), *rope)"),
     ("wrong head mapping", "octlm.py",
      "rows = query.reshape(x.shape[0], self.config.n_kv_heads, -1, self.config.head_size)",
@@ -33,7 +34,7 @@ BREAKS = [  # what, file, the text to replace (found exactly once), its replacem
      "text = torch.cat((text, token), dim=1)[:, -context:][:, :-1]"),
     ("stale cache reused", "octlm.py", "elif cache is None or cache[0][0].shape[2] == context:\n"
      "                    logits, cache = self.forward_cached(text)",
-     "elif cache is None or cache[0][0].shape[2] == context:\n                    cache = cache and "
+     "elif cache is None or cache[0][0].shape[2] == context:\n                    cache = cache "
      "[(k[:, :, 1:], v[:, :, 1:]) for k, v in cache]\n                    logits, cache = "
      "self.forward_cached(text if cache is None else text[:, -1:], cache)"),
     ("cache changed in place", "octlm.py", "        new, total = x.shape[1], key.shape[2]",
@@ -42,7 +43,8 @@ BREAKS = [  # what, file, the text to replace (found exactly once), its replacem
      "for _ in range(max_new_tokens + 1):"),
     ("bytes off by one layer", "octlm.py", "return 2 * config.n_layers * config.n_kv_heads",
      "return 2 * (config.n_layers - 1) * config.n_kv_heads"),
-    ("timer around nothing", "day5.py", "    start = time.perf_counter()\n    tokens = generate(prompt, length)\n",
+    ("timer around nothing", "day5.py",
+     "    start = time.perf_counter()\n    tokens = generate(prompt, length)\n",
      "    tokens = generate(prompt, length)\n    start = time.perf_counter()\n"),
     ("device not synchronized", "day5.py",
      "    synchronize(prompt.device)\n    return tokens", "    return tokens"),
@@ -50,7 +52,8 @@ BREAKS = [  # what, file, the text to replace (found exactly once), its replacem
     ("compression ignored", "octlm.py", "block_end <= row - window + 1", "block_end < 0"),
     ("manual attention not causal", "octlm.py", "scores.masked_fill(~mask, -math.inf)", "scores"),
     ("rope_scale ignored", "octlm.py", "device=device) / scale", "device=device)"),
-    ("top_k ignored", "octlm.py", "if top_k is not None and top_k < logits.shape[-1]:", "if False:"),
+    ("top_k ignored", "octlm.py",
+     "if top_k is not None and top_k < logits.shape[-1]:", "if False:"),
     ("temperature ignored", "octlm.py",
      "temperature = max(temperature, torch.finfo(torch.float32).tiny)", "temperature = 1.0"),
     ("always greedy", "octlm.py", "if temperature == 0:", "if True:"),
