@@ -21,6 +21,7 @@ import io
 import json
 import math
 import os
+import pickle
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -500,6 +501,9 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
                     copy.writestr(entry.filename, archive.read(entry))
             verified.seek(0)
             model = _restore(torch.load(verified, map_location="cpu", weights_only=True))
+        except pickle.UnpicklingError as error:
+            fault = "it holds more than tensors and plain values; nothing in it was run"
+            raise ValueError(f"checkpoint {path}: {fault}") from error
         except Exception as error:  # damaged bytes raise almost anything
             fault = str(error).strip().split("\n")[0] or type(error).__name__
             raise ValueError(f"checkpoint {path}: {fault}") from error
