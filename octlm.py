@@ -433,7 +433,8 @@ def sample(
         order = logits.argsort(dim=-1, descending=True, stable=True)  # lowest index among equals
         logits = logits.scatter(-1, order[:, top_k:], -math.inf)
     # Below the largest logit nothing overflows, however small the temperature.
-    temperature = max(temperature, torch.finfo(torch.float32).tiny)
+    limits = torch.finfo(torch.float32)
+    temperature = min(max(temperature, limits.tiny), limits.max)
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
 

@@ -172,7 +172,7 @@ def train(
         ),
         torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    done, seconds = 0, 0.0
+    done, seconds, loss = 0, 0.0, math.nan
     if resume:
         state = torch.load(state_path, map_location=device, weights_only=True)
         if state["settings"] != settings:
@@ -180,21 +180,23 @@ def train(
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        done, seconds = state["step"], state["seconds"]
+        done, seconds, loss = state["step"], state["seconds"], state["loss"]
     elif existing := [str(path) for path in (out, state_path, rows_path) if path.exists()]:
         raise FileExistsError(f"{existing[0]} exists: resume, or move it away first")
 
     def save_state() -> None:
         save_atomically(state_path, {
-            "settings": settings, "step": step + 1, "seconds": seconds, "model": model.state_dict(),
+            "settings": settings, "step": done, "seconds": seconds, "loss": loss,
+            "model": model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         })
 
-    def write_row(loss: float) -> float | None:
+    def write_row() -> float | None:
         model.eval()
+        torch.manual_seed(seed)  # a score that samples depends on the model alone
         score = evaluate(model) if evaluate else None
         model.train()
-        row = {"type": "evaluation", "step": step + 1, "tokens": (step + 1) * per_step,
+        row = {"type": "evaluation", "step": done, "tokens": done * per_step,
                "seconds": round(seconds, 1), "train_loss": loss, "bits_per_byte": score,
                "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
         with open(rows_path, "a", encoding="utf-8") as rows:
@@ -213,33 +215,33 @@ def train(
         ids = batches[step].to(device)
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(ids[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
+        objective = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        objective.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        value = loss.item()
-        if not math.isfinite(value):
-            raise RuntimeError(f"the loss is {value} at step {step + 1}")
+        done, loss = step + 1, objective.item()
+        if not math.isfinite(loss):
+            raise RuntimeError(f"the loss is {loss} at step {done}")
         now = time.monotonic()
         seconds += now - started
-        if now - shown >= 10 or step + 1 == steps:
-            rate, shown = (step + 1) * per_step / seconds, now
+        if now - shown >= 10 or done == steps:
+            rate, shown = done * per_step / seconds, now
             print(
-                f"step {step + 1}/{steps}  loss {value:.3f}  {rate:,.0f} tokens/s  "
-                f"{(steps - step - 1) * per_step / rate / 60:.0f} min left",
+                f"step {done}/{steps}  loss {loss:.3f}  {rate:,.0f} tokens/s  "
+                f"{(steps - done) * per_step / rate / 60:.0f} min left",
                 file=sys.stderr, flush=True,
             )
-        crossed = (step + 1) * per_step // evaluate_every > step * per_step // evaluate_every
-        if crossed and step + 1 < steps:
-            write_row(value)
+        crossed = done * per_step // evaluate_every > step * per_step // evaluate_every
+        if crossed and done < steps:
+            write_row()
         if crossed or now - last_save >= SAVE_SECONDS:
             save_state()
             last_save = time.monotonic()
 
     model.half().float()  # what is shipped is what is scored
-    score = write_row(value)
+    score = write_row()
     save_checkpoint(
         out, model.half(), **(facts or {}), tokens=steps * per_step, batch=batch, seed=seed,
         learning_rate=learning_rate, seconds=round(seconds), bits_per_byte=score,

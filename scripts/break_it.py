@@ -55,7 +55,7 @@ BREAKS = [  # what, file, the text to replace (found exactly once), its replacem
     ("top_k ignored", "octlm.py",
      "if top_k is not None and top_k < logits.shape[-1]:", "if False:"),
     ("temperature ignored", "octlm.py",
-     "temperature = max(temperature, torch.finfo(torch.float32).tiny)", "temperature = 1.0"),
+     "temperature = min(max(temperature, limits.tiny), limits.max)", "temperature = 1.0"),
     ("always greedy", "octlm.py", "if temperature == 0:", "if True:"),
     ("a code-running pickle allowed", "octlm.py", "weights_only=True", "weights_only=False"),
 ]
