@@ -142,10 +142,10 @@ def measure(
     return row
 
 
-def append_row(path: Path, row: dict) -> None:
-    """Add one line, whole and on the disk, or leave the file as it was."""
+def append_row(path: Path, row: dict, first: bool = False) -> None:
+    """Add one line, whole and on the disk, or leave the file as it was; the first creates it."""
     line = (json.dumps(row, sort_keys=True, allow_nan=False) + "\n").encode()
-    with open(path, "ab", buffering=0) as file:
+    with open(path, "xb" if first else "ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size
         try:
             if file.write(line) != len(line):
@@ -234,7 +234,7 @@ def cache_stage(args: argparse.Namespace) -> None:
     for length in args.lengths:
         row = about | measure(model, prompt, length, args.repeats, report)
         row["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        append_row(args.out, row)
+        append_row(args.out, row, first=not rows)
         rows.append(row)
         if not row["greedy_equal"]:
             raise RuntimeError(f"cached generation changed greedy output at length {length}")
@@ -267,6 +267,8 @@ def generate_stage(args: argparse.Namespace) -> None:
     """Stream the prompt's continuation to stdout, and its speed to stderr."""
     prompt = args.prompt.encode(errors="surrogateescape")  # as the shell gave it
     if prompt == b"-":
+        if sys.stdin is None:
+            raise ValueError("standard input is closed")
         prompt = sys.stdin.buffer.read().removesuffix(b"\n")
     try:
         prompt = prompt.decode()
@@ -325,7 +327,7 @@ def temperature(text: str) -> float:
 
 
 def device_name(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,2})?", text):
         raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
     return text
 
@@ -349,7 +351,8 @@ def main(argv: list[str] | None = None) -> int:
     cache.add_argument("--repeats", type=positive, default=3)
 
     generate = stages.add_parser("generate", parents=[common], help="stream text")
-    generate.add_argument("--prompt", default="Once upon a time", help="- reads standard input")
+    generate.add_argument("--prompt", default="Once upon a time",
+                          help="- reads standard input, without its last newline")
     generate.add_argument("--tokens", type=positive, default=200, help="at most this many")
     generate.add_argument("--temperature", type=temperature, default=0.8, help="0 is greedy")
     generate.add_argument("--top-k", type=positive, default=40)
@@ -359,16 +362,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         (cache_stage if args.stage == "cache" else generate_stage)(args)
-        sys.stdout.flush()
+        print(end="", flush=True)  # a full disk or closed pipe shows here, not at exit
     except KeyboardInterrupt:
-        print("day5.py: interrupted; rows already written are kept", file=sys.stderr)
+        kept = "; rows already written are kept" if args.stage == "cache" else ""
+        print(f"day5.py: interrupted{kept}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # as in `| head -1`; Python would flush once more and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print("day5.py: standard output was closed", file=sys.stderr)
         return 1
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"day5.py: {str(error).splitlines()[0]}", file=sys.stderr)
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+        fault = str(error).partition("\n")[0] or type(error).__name__
+        print(f"day5.py: {fault}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,8 +1,8 @@
 r"""octlm: a small decoder-only language model with cached generation, in one module.
 
 RoPE or learned positions, grouped-query attention (GQA), SwiGLU, pre-norm RMSNorm, no biases, tied
-output head. The naive and the cached path stand side by side and give the same tokens: `forward`
-computes every position again, `forward_cached` only the new ones.
+output head. The naive and the cached path stand side by side and choose the same tokens, unless two
+logits are equal within rounding: `forward` computes every position, `forward_cached` the new ones.
 
 References: the decoder, arXiv 1706.03762 and GPT-2; RoPE, 2104.09864; GQA, 2305.13245;
 SwiGLU, 2002.05202; RMSNorm, 1910.07467; sliding window, 2004.05150.
@@ -98,10 +98,8 @@ class DecoderConfig:
         return self.d_model // self.n_heads
 
 
-def rope_tables(
-    length: int, head_size: int, scale: float, device: torch.device | str,
-    base: float = 10000.0, start: int = 0,
-) -> Rope:
+def rope_tables(length: int, head_size: int, scale: float, device: torch.device | str,
+                base: float = 10000.0, start: int = 0) -> Rope:
     """Cosine and sine for the positions from `start` on, each float32 [length, head_size // 2].
 
     Channel pair i of position p turns by (p / scale) * base ** (-2i / head_size) radians
@@ -126,10 +124,8 @@ def attention_mask(config: DecoderConfig, length: int, device: torch.device) -> 
     column = torch.arange(length, device=device)
     window = config.attention_window or length
     mask = (column <= row) & (column > row - window)
-    if config.kv_compress_block:
-        blocks = length // config.kv_compress_block
-        block_end = torch.arange(1, blocks + 1, device=device) * config.kv_compress_block
-        mask = torch.cat((mask, block_end <= row - window + 1), dim=1)
+    if block := config.kv_compress_block:  # seen once its last position has left the window
+        mask = torch.cat((mask, column[block - 1 :: block] <= row - window), dim=1)
     return mask
 
 
@@ -164,9 +160,9 @@ class Attention(nn.Module):
         key_rope = rope
         if block:  # pooled before rotation, then rotated at the middle of the block
             whole = x.shape[1] // block * block
-            pooled = (whole // block, block)
-            key = torch.cat((key, key[:, :, :whole].unflatten(2, pooled).mean(3)), dim=2)
-            value = torch.cat((value, value[:, :, :whole].unflatten(2, pooled).mean(3)), dim=2)
+            key, value = (  # [B, K, T + blocks, D]
+                torch.cat((t, t[:, :, :whole].unflatten(2, (-1, block)).mean(3)), dim=2)
+                for t in (key, value))
             if rope is not None:
                 key_rope = tuple(torch.cat((t, t[block // 2 : whole : block])) for t in rope)
         if rope is not None:
@@ -184,9 +180,8 @@ class Attention(nn.Module):
         weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
         return self.merge(F.dropout(weights, dropout) @ value)
 
-    def forward_cached(
-        self, x: Tensor, rope: Rope | None, cache: LayerCache | None
-    ) -> tuple[Tensor, LayerCache]:
+    def forward_cached(self, x: Tensor, rope: Rope | None,
+                       cache: LayerCache | None) -> tuple[Tensor, LayerCache]:
         """The cached pass: the new positions x [B, T, width] attend to the saved and new keys.
 
         Returns the output [B, T, width] and the joined key and value, each [B, K, S, D].
@@ -243,9 +238,8 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x), rope))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
-    def forward_cached(
-        self, x: Tensor, rope: Rope | None, cache: LayerCache | None
-    ) -> tuple[Tensor, LayerCache]:
+    def forward_cached(self, x: Tensor, rope: Rope | None,
+                       cache: LayerCache | None) -> tuple[Tensor, LayerCache]:
         """As `forward`, for new positions only; also returns this layer's joined key and value."""
         attended, cache = self.attention.forward_cached(self.attention_norm(x), rope, cache)
         x = x + attended
@@ -267,10 +261,9 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.lm_head.weight = self.token_embedding.weight
         for name, weight in self.named_parameters():  # as GPT-2; norms stay at 1
-            into_residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
             if weight.ndim == 2:
-                depth = 2 * config.n_layers if into_residual else 1
-                nn.init.normal_(weight, std=0.02 / math.sqrt(depth))
+                residual = name.endswith(("output.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 / (2 * config.n_layers if residual else 1) ** 0.5)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Full pass: token_ids [B, T] to logits [B, T, vocab], T at most context_length.
@@ -293,9 +286,8 @@ class Decoder(nn.Module):
         return self.final_norm(x)
 
     @torch.inference_mode()
-    def forward_cached(
-        self, token_ids: Tensor, cache: Cache | None = None
-    ) -> tuple[Tensor, Cache]:
+    def forward_cached(self, token_ids: Tensor,
+                       cache: Cache | None = None) -> tuple[Tensor, Cache]:
         """Cached pass: only the new token_ids [B, T], after the positions that `cache` holds.
 
         Returns logits [B, T, vocab] and a new cache: one (key, value) per layer, each
@@ -306,11 +298,7 @@ class Decoder(nn.Module):
         config = self.config
         if self.training:
             raise ValueError("cached forward requires eval mode")
-        if config.attention != "sdpa" or config.attention_window or config.kv_compress_block:
-            raise ValueError(
-                f"cached forward requires full SDPA attention, got attention={config.attention!r}, "
-                f"attention_window={config.attention_window}, "
-                f"kv_compress_block={config.kv_compress_block}")
+        self._require_full_attention()
         _check_token_ids(token_ids)
         start = 0 if cache is None else self._saved_positions(cache, token_ids.shape[0])
         if start + token_ids.shape[1] > config.context_length:
@@ -324,14 +312,20 @@ class Decoder(nn.Module):
             joined.append(entry)
         return self.lm_head(self.final_norm(x)), joined
 
+    def _require_full_attention(self) -> None:
+        if self.config.attention != "sdpa" or self.config.attention_window:
+            raise ValueError(f"cached forward requires full SDPA attention, got {self.config}")
+
     def _saved_positions(self, cache: Cache, batch: int) -> int:
         """How many positions the cache holds; ValueError unless every layer fits."""
         config, device = self.config, self.token_embedding.weight.device
-        if len(cache) != config.n_layers or any(len(entry) != 2 for entry in cache):
+        sizes = [0 if entry is None else len(entry) for entry in cache]
+        if sizes != [2] * config.n_layers:
             raise ValueError(
-                f"cache must have one entry per layer: {config.n_layers} (key, value) pairs")
+                f"cache must have one entry per layer: {config.n_layers} (key, value) pairs, "
+                f"got entries of {sizes}")
         first = cache[0][0]
-        saved = first.shape[2] if first.ndim == 4 else 0
+        saved = first.shape[-2] if first.ndim > 1 else 0
         expected = (batch, config.n_kv_heads, saved, config.head_size)
         for layer, entry in enumerate(cache):
             for name, tensor in zip(("key", "value"), entry):
@@ -360,16 +354,14 @@ class Decoder(nn.Module):
     def generate_cached(self, token_ids: Tensor, max_new_tokens: int, **sampling) -> Tensor:
         """Cached generation: one pass over the prompt, then one token per step.
 
-        Returns the tokens that `generate` returns. Past context_length every step rebuilds the
-        cache, since all positions move: there is nothing left to gain there.
+        Returns the tokens that `generate` returns, unless a deciding margin is within rounding.
+        Past context_length all positions move, so that every step rebuilds the cache: no gain.
         """
         return _joined(token_ids, self.stream(token_ids, max_new_tokens, True, **sampling))
 
-    def stream(
-        self, token_ids: Tensor, max_new_tokens: int, cached: bool = True, *,
-        temperature: float = 0.0, top_k: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
+    def stream(self, token_ids: Tensor, max_new_tokens: int, cached: bool = True, *,
+               temperature: float = 0.0, top_k: int | None = None,
+               generator: torch.Generator | None = None) -> Iterator[Tensor]:
         """Yield max_new_tokens times the next int64 [B, 1] after the prompt token_ids [B, T].
 
         The model sees the newest context_length tokens. Temperature 0 is greedy; above it, a draw
@@ -380,6 +372,8 @@ class Decoder(nn.Module):
         config, device = self.config, self.token_embedding.weight.device
         if self.training:
             raise ValueError("generation requires eval mode")
+        if cached:
+            self._require_full_attention()
         _check_token_ids(token_ids)
         if token_ids.device != device:
             raise ValueError(f"token IDs must be on {device}, got {token_ids.device}")
@@ -402,6 +396,8 @@ class Decoder(nn.Module):
     def _stream(self, text, max_new_tokens, cached, temperature, top_k, generator):
         context, cache = self.config.context_length, None
         for _ in range(max_new_tokens):
+            if self.training:  # switched between two yields
+                raise ValueError("generation requires eval mode")
             with torch.inference_mode():  # not around the yield: the caller's mode is its own
                 if not cached:
                     logits = self.lm_head(self._hidden(text)[:, -1:])
@@ -416,17 +412,15 @@ class Decoder(nn.Module):
             yield token
 
 
-def sample(
-    logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+def sample(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
+           generator: torch.Generator | None = None) -> Tensor:
     """The next token for each row of logits [B, vocab]: int64 [B, 1], arguments as in `stream`.
 
     Raises RuntimeError if a logit is not finite.
     """
-    if not torch.isfinite(logits).all():
-        raise RuntimeError("logits are not finite: the weights or the dtype's range are at fault")
     logits = logits.float()
+    if not logits.isfinite().all():
+        raise RuntimeError("logits are not finite: the weights or the dtype's range are at fault")
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)  # the lowest index among equals
     if top_k is not None and top_k < logits.shape[-1]:
@@ -460,15 +454,16 @@ def kv_cache_bytes(config: DecoderConfig, length: int, element_size: int) -> int
 def save_checkpoint(path: str | os.PathLike, model: Decoder, **facts) -> None:
     """Write config, weights (in their dtype) and JSON `facts` to one file, all of it or nothing.
 
-    Raises ValueError for facts that are not JSON values.
+    Raises ValueError for facts that are not JSON values and for weights that would not load.
     """
     try:
         facts = json.loads(json.dumps(facts, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(f"checkpoint facts must be JSON values: {error}") from error
     weights = {name: weight.detach().cpu() for name, weight in model.named_parameters()}
-    config = asdict(model.config)
-    save_atomically(path, {"format": 1, "config": config, "weights": weights, "facts": facts})
+    content = {"format": 1, "config": asdict(model.config), "weights": weights, "facts": facts}
+    _restore({**content, "weights": weights.copy()})  # what would not load replaces no file
+    save_atomically(path, content)
 
 
 def save_atomically(path: str | os.PathLike, content: object) -> None:
@@ -488,9 +483,7 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
     or holds what does not fit its config; nothing in the file is ever run.
     """
     path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"checkpoint {path} does not exist")
-    if not path.is_file():
+    if path.exists() and not path.is_file():  # `open` names a missing one
         raise ValueError(f"checkpoint {path} is not a file")
     with open(path, "rb") as file:
         try:
@@ -503,7 +496,7 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
             verified.seek(0)
             model = _restore(torch.load(verified, map_location="cpu", weights_only=True))
         except pickle.UnpicklingError as error:
-            fault = "it holds more than tensors and plain values; nothing in it was run"
+            fault = "not a pickle of tensors and plain values alone; nothing in it was run"
             raise ValueError(f"checkpoint {path}: {fault}") from error
         except Exception as error:  # damaged bytes raise almost anything
             fault = str(error).strip().split("\n")[0] or type(error).__name__

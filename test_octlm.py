@@ -1109,6 +1109,19 @@ def test_facts_must_be_json(fact: object, saved: Path):
     assert saved.read_bytes() == before
 
 
+@pytest.mark.parametrize("change", [
+    lambda model: model.blocks[1].attention.query.weight.data.fill_(math.nan),
+    lambda model: model.half().token_embedding.weight.data.fill_(math.inf),
+    lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(torch.zeros(61, 64))),
+], ids=["nan", "inf", "untied"])
+def test_what_would_not_load_replaces_no_file(change: Callable, saved: Path):
+    before, model = saved.read_bytes(), small_model(seed=2)
+    change(model)
+    with pytest.raises(ValueError, match="not finite|unexpected.*lm_head"):
+        save_checkpoint(saved, model)
+    assert saved.read_bytes() == before and os.listdir(saved.parent) == ["small.pt"]
+
+
 @pytest.mark.parametrize("fault", [OSError("disk full"), KeyboardInterrupt()], ids=str)
 @pytest.mark.parametrize("place", ["write", "rename"])
 def test_an_interrupted_save_keeps_the_old_file(fault, place: str, saved: Path, monkeypatch):
@@ -1243,7 +1256,8 @@ def test_training_refuses_other_settings(change: dict, train, tmp_path: Path, mo
 
 
 def test_documents_are_split_at_separator_lines(train, tmp_path: Path):
-    text = "<|endoftext|>\n\none\n\ntwo <|endoftext|>\n<|endoftext|>\n\n<|endoftext|>\n  é\n"
+    text = ("<|endoftext|>\n\none\n\ntwo <|endoftext|>\n<|endoftext|>\n\n<|endoftext|>\n"
+            "<|endoftext|>\n  é\n")
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     assert train.read_documents(tmp_path / "a.txt") == ["one\n\ntwo <|endoftext|>", "  é"]
 
@@ -1605,16 +1619,18 @@ def test_interrupted_measurement_keeps_its_rows(tmp_path: Path, monkeypatch, cap
 def test_a_full_disk_leaves_the_rows_as_they_were(tmp_path: Path):
     """A write that is cut short: the row is taken back, and a file without rows removed."""
     path, row = tmp_path / "rows.jsonl", {"length": 64, "cached_seconds": [1.0] * 50}
-    day5.append_row(path, row)
+    day5.append_row(path, row, first=True)
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
         for full in (path, tmp_path / "new.jsonl"):
             with pytest.raises(OSError, match="."):
-                day5.append_row(full, row | {"more": "x" * 400})
+                day5.append_row(full, row | {"more": "x" * 400}, first=full != path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["rows.jsonl"]
+    with pytest.raises(FileExistsError):  # somebody else's rows, made in the meantime
+        day5.append_row(path, row, first=True)
     day5.append_row(path, row)
     assert lines_of(path) == [row, row]
 

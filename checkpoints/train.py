@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import math
+import re
 import sys
 import time
 from collections import Counter
@@ -40,9 +41,8 @@ SAVE_SECONDS = 180
 
 def read_documents(path: Path) -> list[str]:
     """The documents of one file, without the newlines at their ends; empty ones are dropped."""
-    text = path.read_text(encoding="utf-8")
-    documents = (part.strip("\n") for part in f"\n{text}\n".split(f"\n{SEPARATOR}\n"))
-    return [document for document in documents if document]
+    parts = re.split(rf"(?m)^{re.escape(SEPARATOR)}$", path.read_text(encoding="utf-8"))
+    return [document for part in parts if (document := part.strip("\n"))]
 
 
 def train_tokenizer(documents: Iterable[str], target: Path, vocab_size: int = 8192) -> None:
