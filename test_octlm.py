@@ -463,7 +463,7 @@ def test_cached_forward_refuses_more_than_the_context(lengths: tuple[int, ...], 
 def test_cache_must_have_one_entry_per_layer():
     model = small_model()
     _, cache = model.forward_cached(random_ids(1, 3))
-    for wrong in ([], cache[:1], cache + cache[:1], [cache[0], cache[1][:1]]):
+    for wrong in ([], cache[:1], cache + cache[:1], [cache[0], cache[1][:1]], [None, None]):
         with pytest.raises(ValueError, match="^cache must have one entry per layer"):
             model.forward_cached(random_ids(1, 1), wrong)
 
@@ -710,6 +710,25 @@ def test_arguments_are_checked_at_the_call(name: str, changes: dict, text: str, 
     assert not calls
 
 
+@pytest.mark.parametrize("form", [{"attention": "manual"}, {"attention_window": 12}], ids=str)
+@pytest.mark.parametrize("name", ["generate_cached", "stream"])
+def test_attention_without_a_cache_is_refused_at_the_call(name: str, form: dict):
+    """Before the first `next`, and where no token is asked for."""
+    with pytest.raises(ValueError, match="^cached forward requires full SDPA attention"):
+        getattr(small_model(**form), name)(random_ids(1, 3), 0)
+
+
+@over_paths
+def test_training_mode_between_two_yields(cached: bool):
+    """Dropout would change the tokens of a stream without a word."""
+    model = small_model(dropout=0.5)
+    stream = model.stream(random_ids(1, 3), 4, cached)
+    next(stream)
+    model.train()
+    with pytest.raises(ValueError, match="requires eval mode"):
+        next(stream)
+
+
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", [
@@ -900,6 +919,8 @@ def test_sample_works_in_float32(dtype: torch.dtype):
     logits = (torch.randn(300, 40, generator=seeded(0)) * 3).to(dtype)
     expected = octlm.sample(logits.float(), 0.8, 9, seeded(2))
     assert torch.equal(octlm.sample(logits, 0.8, 9, seeded(2)), expected)
+    with pytest.raises(RuntimeError, match="not finite"):
+        octlm.sample(torch.tensor([[1e300, 2e300]], dtype=torch.float64))
 
 
 @over_paths
@@ -1543,7 +1564,8 @@ def test_a_fault_is_one_line(arguments, fault: str, saved, tmp_path: Path, monke
 @pytest.mark.parametrize("arguments", [
     "", "cache", "cache --out a --lengths 0", "cache --out a --lengths 4 -1",
     "cache --out a --lengths four", "cache --out a --repeats 0", "cache --out a --threads 0",
-    "cache --out a --dtype float8", "cache --out a --device tpu", "measure --out a",
+    "cache --out a --dtype float8", "cache --out a --device tpu",
+    "cache --out a --device cuda:256", "measure --out a",
     "generate --tokens 0", "generate --top-k 0", "generate --temperature nan",
     "generate --temperature -1", "generate --seed x",
 ])
