@@ -11,8 +11,10 @@ that the cache holds exactly the bytes of the formula, and writes one JSON row p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import hashlib
+import io
 import json
 import math
 import os
@@ -35,10 +37,17 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+def say(line: str) -> None:
+    """One line to stderr; that it is closed or full costs no measurement."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
+
+
 def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
     """Raises FileNotFoundError or ValueError, naming the file, unless it can begin a text."""
-    if not path.exists():
-        raise FileNotFoundError(f"tokenizer {path} does not exist")
+    if path.exists() and not path.is_file():  # reading names a missing one
+        raise ValueError(f"tokenizer {path} is not a file")
     try:
         tokenizer = sentencepiece.SentencePieceProcessor()
         tokenizer.LoadFromSerializedProto(path.read_bytes())
@@ -173,7 +182,7 @@ def markdown_table(rows: list[dict]) -> str:
 
     def rate(row: dict, path: str) -> str:
         rates = [row["length"] / seconds for seconds in row[f"{path}_seconds"]]
-        digits = 0 if max(rates) >= 100 else 1
+        digits = 0 if max(rates) >= 99.95 else 1
         shown = row[f"{path}_tokens_per_second"], min(rates), max(rates)
         return "{:.{d}f} [{:.{d}f}-{:.{d}f}]".format(*shown, d=digits)
 
@@ -228,7 +237,7 @@ def cache_stage(args: argparse.Namespace) -> None:
         done = len(rows) * args.repeats + repeat
         spent = time.perf_counter() - started
         left = f", about {spent / sum(work[:done]) * sum(work[done:]):.0f} s left" if done else ""
-        print(f"length {length}, repeat {repeat + 1} of {args.repeats}{left}", file=sys.stderr)
+        say(f"length {length}, repeat {repeat + 1} of {args.repeats}{left}")
 
     rows = []
     for length in args.lengths:
@@ -277,6 +286,8 @@ def generate_stage(args: argparse.Namespace) -> None:
     model, tokenizer = load(args)
     device = model.token_embedding.weight.device
     ids = [tokenizer.bos_id(), *tokenizer.encode(prompt)]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character shows a "?"
+        sys.stdout.reconfigure(errors="replace")
     generator = torch.Generator(device).manual_seed(args.seed)
     tokens = model.stream(
         torch.tensor([ids], device=device), args.tokens, cached=not args.no_cache,
@@ -299,16 +310,13 @@ def generate_stage(args: argparse.Namespace) -> None:
     positions = min(len(ids) + len(made) - 1, model.config.context_length)
     element_size = model.token_embedding.weight.element_size()
     held = 0 if args.no_cache else kv_cache_bytes(model.config, positions, element_size)
-    print(
-        f"{len(made)} tokens, {len(made) / seconds:.1f} tokens/s, {held:,} cache bytes",
-        file=sys.stderr,
-    )
+    say(f"{len(made)} tokens, {len(made) / seconds:.1f} tokens/s, {held:,} cache bytes")
 
 
-def positive(text: str) -> int:
+def positive(text: str, most: int = 10**9) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    if not 1 <= value <= most:
+        raise argparse.ArgumentTypeError(f"must be from 1 to {most}, got {value}")
     return value
 
 
@@ -341,8 +349,10 @@ def main(argv: list[str] | None = None) -> int:
                         help="auto, cpu, cuda or cuda:N")
     common.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
                         help="auto: float16 on CUDA, float32 on CPU")
-    common.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's choice)")
-    parser = argparse.ArgumentParser(prog="day5.py", description=__doc__.split("\n")[0])
+    common.add_argument("--threads", type=lambda text: positive(text, 1024),
+                        help="CPU threads (default: PyTorch's choice)")
+    parser = argparse.ArgumentParser(
+        prog="day5.py", description="What the key-value cache buys on a trained 26M model.")
     stages = parser.add_subparsers(dest="stage", required=True)
 
     cache = stages.add_parser("cache", parents=[common], help="measure naive against cached")
@@ -365,15 +375,15 @@ def main(argv: list[str] | None = None) -> int:
         print(end="", flush=True)  # a full disk or closed pipe shows here, not at exit
     except KeyboardInterrupt:
         kept = "; rows already written are kept" if args.stage == "cache" else ""
-        print(f"day5.py: interrupted{kept}", file=sys.stderr)
+        say(f"day5.py: interrupted{kept}")
         return 1
     except BrokenPipeError:  # as in `| head -1`; Python would flush once more and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("day5.py: standard output was closed", file=sys.stderr)
+        say("day5.py: standard output was closed")
         return 1
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         fault = str(error).partition("\n")[0] or type(error).__name__
-        print(f"day5.py: {fault}", file=sys.stderr)
+        say(f"day5.py: {fault}")
         return 1
     return 0
 

@@ -26,6 +26,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.nn.functional as F
@@ -319,11 +320,12 @@ class Decoder(nn.Module):
     def _saved_positions(self, cache: Cache, batch: int) -> int:
         """How many positions the cache holds; ValueError unless every layer fits."""
         config, device = self.config, self.token_embedding.weight.device
-        sizes = [0 if entry is None else len(entry) for entry in cache]
-        if sizes != [2] * config.n_layers:
+        pairs = [len(entry) == 2 and all(isinstance(tensor, Tensor) for tensor in entry)
+                 for entry in cache if isinstance(entry, (tuple, list))]
+        if len(cache) != config.n_layers or pairs != [True] * config.n_layers:
             raise ValueError(
-                f"cache must have one entry per layer: {config.n_layers} (key, value) pairs, "
-                f"got entries of {sizes}")
+                f"cache must have one entry per layer: {config.n_layers} pairs of key and value, "
+                f"got {sum(pairs)} pairs in {len(cache)} entries")
         first = cache[0][0]
         saved = first.shape[-2] if first.ndim > 1 else 0
         expected = (batch, config.n_kv_heads, saved, config.head_size)
@@ -383,7 +385,7 @@ class Decoder(nn.Module):
                 f"got {token_ids.min()} to {token_ids.max()}")
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
-        if not (math.isfinite(temperature) and temperature >= 0):
+        if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
         if top_k is not None and (type(top_k) is not int or top_k < 1):
             raise ValueError(f"top_k must be None or an integer >= 1, got {top_k!r}")
@@ -462,18 +464,25 @@ def save_checkpoint(path: str | os.PathLike, model: Decoder, **facts) -> None:
         raise ValueError(f"checkpoint facts must be JSON values: {error}") from error
     weights = {name: weight.detach().cpu() for name, weight in model.named_parameters()}
     content = {"format": 1, "config": asdict(model.config), "weights": weights, "facts": facts}
-    _restore({**content, "weights": weights.copy()})  # what would not load replaces no file
+    trial = io.BytesIO()  # what would not load replaces no file
+    torch.save(content, trial)
+    _read(trial)
     save_atomically(path, content)
 
 
 def save_atomically(path: str | os.PathLike, content: object) -> None:
-    """`torch.save`, but an interrupted save leaves the old file as it was."""
-    partial = f"{os.fspath(path)}.partial"  # a fixed name: the next save clears what one left
-    with open(partial, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    """`torch.save`, but an interrupted save leaves the old file as it was; one saver at a time."""
+    path = os.path.realpath(path)
+    partial = f"{path}.partial"  # a fixed name: the next save clears what a killed one left
+    try:
+        with open(partial, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
 
 
 def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> Decoder:
@@ -487,21 +496,28 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
         raise ValueError(f"checkpoint {path} is not a file")
     with open(path, "rb") as file:
         try:
-            # torch.load verifies no checksum and trusts the zip's directory: one flipped bit there
-            # leaves a weight unread. So it is given a copy, each entry read against its checksum.
-            verified = io.BytesIO()
-            with zipfile.ZipFile(file) as archive, zipfile.ZipFile(verified, "w") as copy:
-                for entry in archive.infolist():
-                    copy.writestr(entry.filename, archive.read(entry))
-            verified.seek(0)
-            model = _restore(torch.load(verified, map_location="cpu", weights_only=True))
-        except pickle.UnpicklingError as error:
-            fault = "not a pickle of tensors and plain values alone; nothing in it was run"
-            raise ValueError(f"checkpoint {path}: {fault}") from error
-        except Exception as error:  # damaged bytes raise almost anything
-            fault = str(error).strip().split("\n")[0] or type(error).__name__
-            raise ValueError(f"checkpoint {path}: {fault}") from error
-    return model.to(device)
+            return _read(file).to(device)
+        except ValueError as error:
+            raise ValueError(f"checkpoint {path}: {error}") from error
+
+
+def _read(file: BinaryIO) -> Decoder:
+    try:
+        # torch.load verifies no checksum and trusts the zip's directory: one flipped bit there
+        # leaves a weight unread. So it is given a copy, each entry read against its checksum.
+        verified = io.BytesIO()
+        with zipfile.ZipFile(file) as archive, zipfile.ZipFile(verified, "w") as copy:
+            if len(set(archive.namelist())) != len(archive.namelist()):
+                raise ValueError("an entry is there twice")
+            for entry in archive.infolist():
+                copy.writestr(entry.filename, archive.read(entry))
+        verified.seek(0)
+        return _restore(torch.load(verified, map_location="cpu", weights_only=True))
+    except pickle.UnpicklingError as error:
+        fault = "not a pickle of tensors and plain values alone; nothing in it was run"
+        raise ValueError(fault) from error
+    except Exception as error:  # damaged bytes raise almost anything
+        raise ValueError(str(error).strip().split("\n")[0] or type(error).__name__) from error
 
 
 def _restore(content: dict) -> Decoder:

@@ -24,6 +24,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -463,7 +464,8 @@ def test_cached_forward_refuses_more_than_the_context(lengths: tuple[int, ...], 
 def test_cache_must_have_one_entry_per_layer():
     model = small_model()
     _, cache = model.forward_cached(random_ids(1, 3))
-    for wrong in ([], cache[:1], cache + cache[:1], [cache[0], cache[1][:1]], [None, None]):
+    for wrong in ([], cache[:1], cache + cache[:1], [cache[0], cache[1][:1]], [None, None],
+                  [cache[0], (None, None)], [1, 2]):
         with pytest.raises(ValueError, match="^cache must have one entry per layer"):
             model.forward_cached(random_ids(1, 1), wrong)
 
@@ -1018,6 +1020,15 @@ def foreign_zip(name: str) -> bytes:
     return buffer.getvalue()
 
 
+def repeated(data: bytes) -> bytes:
+    """A weight is there once more, as zeros."""
+    buffer = io.BytesIO(data)
+    with zipfile.ZipFile(buffer, "a") as file, warnings.catch_warnings(action="ignore"):
+        name = next(name for name in file.namelist() if name.endswith("data/0"))
+        file.writestr(name, bytes(file.getinfo(name).file_size))
+    return buffer.getvalue()
+
+
 DAMAGES = {
     "empty": lambda data: b"",
     **{f"cut to {cut}": lambda data, cut=cut: data[: int(cut * len(data))]
@@ -1025,6 +1036,7 @@ DAMAGES = {
     "one byte short": lambda data: data[:-1],
     "one bit flipped": flipped,
     "text": lambda data: b"Once upon a time\n" * 100,
+    "an entry twice": repeated,
     "zip": lambda data: foreign_zip("hello.txt"),
     "foreign pickle": lambda data: foreign_zip("archive/data.pkl"),
 }
@@ -1122,10 +1134,13 @@ def test_load_refuses_wrong_contents(place: str, key: str, value: object, fault:
         load_checkpoint(saved)
 
 
-@pytest.mark.parametrize("fact", [torch.zeros(2), {1, 2}, math.nan, Path("a"), b"a"], ids=str)
+@pytest.mark.parametrize("fact", [
+    torch.zeros(2), {1, 2}, math.nan, Path("a"), b"a",
+    pytest.param(10**700, id="an integer that torch.load would refuse"),
+], ids=str)
 def test_facts_must_be_json(fact: object, saved: Path):
     before = saved.read_bytes()
-    with pytest.raises(ValueError, match="facts must be JSON"):
+    with pytest.raises(ValueError, match="facts must be JSON|not a pickle of tensors and plain"):
         save_checkpoint(saved, small_model(seed=2), fact=fact)
     assert saved.read_bytes() == before
 
@@ -1565,7 +1580,7 @@ def test_a_fault_is_one_line(arguments, fault: str, saved, tmp_path: Path, monke
     "", "cache", "cache --out a --lengths 0", "cache --out a --lengths 4 -1",
     "cache --out a --lengths four", "cache --out a --repeats 0", "cache --out a --threads 0",
     "cache --out a --dtype float8", "cache --out a --device tpu",
-    "cache --out a --device cuda:256", "measure --out a",
+    "cache --out a --device cuda:256", "cache --out a --threads 1000000", "measure --out a",
     "generate --tokens 0", "generate --top-k 0", "generate --temperature nan",
     "generate --temperature -1", "generate --seed x",
 ])
@@ -1682,6 +1697,21 @@ def test_a_prompt_that_is_not_utf8(prompt: bytes, by_stdin: bool, monkeypatch, c
     given = "-" if by_stdin else prompt.decode(errors="surrogateescape")
     run = Run(capsys, "generate", "--prompt", given)
     assert (run.status, run.out, run.err.count("\n")) == (1, "", 1) and "UTF-8" in run.err
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_an_unwritable_stderr_costs_nothing(redirection: str):
+    command = f"'{sys.executable}' -OO '{HERE / 'day5.py'}' generate --tokens 2 {redirection}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("Once upon a time")
+    assert "tokens/s" not in done.stdout and done.stderr == ""
+
+
+def test_a_terminal_without_the_character():
+    command = [sys.executable, HERE / "day5.py", "generate", "--prompt", "é", "--tokens", "2"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith("?")
 
 
 def test_output_to_a_closed_pipe():
