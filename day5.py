@@ -160,11 +160,11 @@ def append_row(path: Path, row: dict, first: bool = False) -> None:
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(file.fileno())
-        except OSError:
+        except OSError as error:
             file.truncate(before)
             if before == 0:
                 path.unlink()
-            raise
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
 
 
 def hardware_name(device: torch.device) -> str:

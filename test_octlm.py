@@ -720,6 +720,14 @@ def test_attention_without_a_cache_is_refused_at_the_call(name: str, form: dict)
         getattr(small_model(**form), name)(random_ids(1, 3), 0)
 
 
+@pytest.mark.parametrize("name", ["generate", "generate_cached"])
+def test_logits_beyond_float16_raise(name: str):
+    model = small_model().half()
+    model.final_norm.weight.data.fill_(3e4)
+    with pytest.raises(RuntimeError, match="not finite"):
+        getattr(model, name)(random_ids(1, 3), 2)
+
+
 @over_paths
 def test_training_mode_between_two_yields(cached: bool):
     """Dropout would change the tokens of a stream without a word."""
@@ -1661,7 +1669,7 @@ def test_a_full_disk_leaves_the_rows_as_they_were(tmp_path: Path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
         for full in (path, tmp_path / "new.jsonl"):
-            with pytest.raises(OSError, match="."):
+            with pytest.raises(OSError, match=full.name):
                 day5.append_row(full, row | {"more": "x" * 400}, first=full != path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
