@@ -1007,6 +1007,20 @@ def test_checkpoint_round_trip(dtype: torch.dtype, position: str, tmp_path: Path
     loaded(random_ids(1, 5)).sum().backward()
 
 
+def test_a_checkpoint_from_cuda_loads_on_the_cpu(saved: Path):
+    """Its storages are marked cuda:0; torch.load alone would refuse them here."""
+    with zipfile.ZipFile(saved) as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(saved, "w") as file:
+        for name, data in entries.items():
+            if name.endswith("data.pkl"):
+                marked = data.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:0")
+                assert marked != data
+                data = marked
+            file.writestr(name, data)
+    assert_same_weights(load_checkpoint(saved), small_model())
+
+
 def test_load_names_what_is_no_file(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="none.pt"):
         load_checkpoint(tmp_path / "none.pt")
