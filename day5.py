@@ -23,7 +23,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -177,22 +177,30 @@ def hardware_name(device: torch.device) -> str:
     return named[1] if named else platform.processor() or platform.machine()
 
 
-def markdown_table(rows: list[dict]) -> str:
-    """Rows of the cache stage as a Markdown table; a row whose tokens differ shows no speed."""
+def markdown_table(rows: list[dict], fields: Sequence[str] = ()) -> str:
+    """Rows of the cache stage as a Markdown table, led by a column for each of `fields`.
+
+    GB/s is the weights that the cached path read per second. A row whose tokens differ shows no
+    speed.
+    """
 
     def rate(row: dict, path: str) -> str:
         rates = [row["length"] / seconds for seconds in row[f"{path}_seconds"]]
-        digits = 0 if max(rates) >= 99.95 else 1
-        shown = row[f"{path}_tokens_per_second"], min(rates), max(rates)
-        return "{:.{d}f} [{:.{d}f}-{:.{d}f}]".format(*shown, d=digits)
+        median = row[f"{path}_tokens_per_second"]
+        spread = "[{:.{d}f}-{:.{d}f}]".format(min(rates), max(rates), d=int(median < 9.95))
+        return f"{median:.{int(median < 99.95)}f} {spread}"
 
-    cells = [["length", "naive tokens/s", "cached tokens/s", "speedup", "cache bytes", "equal"]]
+    names = ["length", "naive tok/s", "cached tok/s", "GB/s", "speedup", "bytes", "equal"]
+    cells = [[*fields, *names]]
     for row in rows:
-        speeds, equal = ["-"] * 3, "no"
+        speeds, equal = ["-"] * 4, "no"
         if row["greedy_equal"]:
-            speeds = [rate(row, "naive"), rate(row, "cached"), f"{row['speedup']:.2f}x"]
+            read = row["weight_bytes"] * row["cached_tokens_per_second"] / 1e9
+            speeds = [rate(row, "naive"), rate(row, "cached"), f"{read:.1f}",
+                      f"{row['speedup']:.2f}x"]
             equal = "yes"
-        cells.append([str(row["length"]), *speeds, f"{row['cache_bytes']:,}", equal])
+        cells.append([*(str(row[field]) for field in fields), str(row["length"]), *speeds,
+                      f"{row['cache_bytes']:,}", equal])
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = ["| " + " | ".join(map(str.rjust, line, widths)) + " |" for line in cells]
     lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")

@@ -114,9 +114,10 @@ def rope_tables(length: int, head_size: int, scale: float, device: torch.device 
 
 def apply_rope(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Turn the adjacent channel pairs (2i, 2i + 1) of x [..., T, D]; keeps the dtype of x."""
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # float32 tables promote half precision
-    turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    dtype = torch.promote_types(x.dtype, cosine.dtype)  # half precision is turned in float32
+    pairs = x.to(dtype, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
+    turned = torch.view_as_complex(pairs) * torch.complex(cosine, sine)
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
 def attention_mask(config: DecoderConfig, length: int, device: torch.device) -> Tensor:
@@ -150,6 +151,14 @@ class Attention(nn.Module):
         value = self.value(x).unflatten(-1, split).transpose(1, 2)
         return query, key, value
 
+    def share(self, kv_heads: Tensor) -> Tensor:
+        """[B, K, S, D] to [B, H, S, D]: a copy of each key-value head for every query head on it.
+
+        `enable_gqa=True` would do without, but bars the fast kernels on older GPUs.
+        """
+        copies = self.config.n_heads // self.config.n_kv_heads
+        return kv_heads.unsqueeze(2).expand(-1, -1, copies, -1, -1).flatten(1, 2)
+
     def merge(self, heads: Tensor) -> Tensor:
         """[B, H, T, D] to [B, T, width], through the output layer."""
         return self.output(heads.transpose(1, 2).flatten(2))
@@ -171,12 +180,11 @@ class Attention(nn.Module):
         mask = None
         if config.attention == "manual" or config.attention_window:
             mask = attention_mask(config, x.shape[1], x.device)
+        key, value = self.share(key), self.share(value)  # [B, H, S, D]
         dropout = config.dropout if self.training else 0.0
         if config.attention == "sdpa":
             return self.merge(F.scaled_dot_product_attention(
-                query, key, value, mask, dropout, is_causal=mask is None, enable_gqa=True))
-        key = key.repeat_interleave(config.n_heads // config.n_kv_heads, dim=1)  # [B, H, S, D]
-        value = value.repeat_interleave(config.n_heads // config.n_kv_heads, dim=1)
+                query, key, value, mask, dropout, is_causal=mask is None))
         scores = query / math.sqrt(config.head_size) @ key.transpose(-2, -1)  # [B, H, T, S]
         weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
         return self.merge(F.dropout(weights, dropout) @ value)
@@ -197,17 +205,17 @@ class Attention(nn.Module):
                 raise ValueError(f"cache dtype must be {key.dtype}, got {given}")
             key, value = torch.cat((cache[0], key), dim=2), torch.cat((cache[1], value), dim=2)
         new, total = x.shape[1], key.shape[2]
-        if new == 1:
-            # One query sees every key, so no mask: query heads that share keys fold into rows.
-            rows = query.reshape(x.shape[0], self.config.n_kv_heads, -1, self.config.head_size)
-            heads = F.scaled_dot_product_attention(rows, key, value).reshape(query.shape)
-        else:
+        if cache is None and new > 1:
+            heads = F.scaled_dot_product_attention(
+                query, self.share(key), self.share(value), is_causal=True)
+        else:  # query heads that share keys become rows: each key is read once
+            rows = query.reshape(*key.shape[:2], -1, key.shape[3])  # [B, K, H / K * T, D]
             mask = None
-            if new < total:  # here is_causal would align its triangle to the upper left
+            if new > 1:  # is_causal would align its triangle to the upper left
                 column = torch.arange(total, device=x.device)
                 mask = column <= column[-new:, None]  # [T, S], by absolute position
-            heads = F.scaled_dot_product_attention(
-                query, key, value, mask, is_causal=mask is None, enable_gqa=True)
+                mask = mask.repeat(rows.shape[2] // new, 1)
+            heads = F.scaled_dot_product_attention(rows, key, value, mask).reshape(query.shape)
         return self.merge(heads), (key, value)
 
 
@@ -421,7 +429,7 @@ def sample(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
     Raises RuntimeError if a logit is not finite.
     """
     logits = logits.float()
-    if not logits.isfinite().all():
+    if not logits.abs().amax() < math.inf:  # a NaN is not below it either
         raise RuntimeError("logits are not finite: the weights or the dtype's range are at fault")
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)  # the lowest index among equals
