@@ -429,7 +429,7 @@ def sample(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
     Raises RuntimeError if a logit is not finite.
     """
     logits = logits.float()
-    if not logits.abs().amax() < math.inf:  # a NaN is not below it either
+    if not _is_finite(logits):
         raise RuntimeError("logits are not finite: the weights or the dtype's range are at fault")
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)  # the lowest index among equals
@@ -441,6 +441,10 @@ def sample(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
     temperature = min(max(temperature, limits.tiny), limits.max)
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.abs().amax() < math.inf)  # amax hands a NaN on, and NaN is not below it
 
 
 def _joined(token_ids: Tensor, new_tokens: Iterable[Tensor]) -> Tensor:
@@ -551,7 +555,7 @@ def _restore(content: dict) -> Decoder:
         if list(weight.shape) != shape:
             raise ValueError(f"weight {name} must be {shape}, got {list(weight.shape)}")
         weights[name] = weight.to(torch.float32, copy=True).contiguous()
-        if not weights[name].isfinite().all():
+        if not _is_finite(weights[name]):
             raise ValueError(f"weight {name} is not finite")
     model.load_state_dict(weights, strict=False, assign=True)
     model.lm_head.weight = model.token_embedding.weight

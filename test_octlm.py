@@ -138,6 +138,14 @@ def assert_same_weights(actual: Decoder, expected: Decoder) -> None:
         assert torch.equal(found, weight), name
 
 
+def script(path: str) -> ModuleType:
+    """One of the scripts, imported."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, HERE / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -1235,10 +1243,7 @@ def test_tokenizer_takes_a_megabyte_in_one_line(tokenizer):
 
 @pytest.fixture(scope="session")
 def train() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train", HERE / "checkpoints" / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("checkpoints/train.py")
 
 
 TINY = replace(SMALL, context_length=8, n_heads=2, n_kv_heads=1, d_model=16, d_ff=16, dropout=0.2)
@@ -1796,6 +1801,178 @@ def test_generate_gives_the_same_text_without_cache(trained, tokenizer, monkeypa
     for options in ([], ["--no-cache"], ["--prompt", "-"]):
         run = Run(capsys, "generate", "--tokens", 60, "--device", "cpu", *options)
         assert (run.status, run.out, run.err.count("\n")) == (0, text + "\n", 1)
+
+
+# Report and page
+
+
+@pytest.fixture(scope="session")
+def report() -> ModuleType:
+    return script("scripts/report.py")
+
+
+def a_row(**changes) -> dict:
+    """A row as the cache stage writes it, with timings that are easy to work out."""
+    return {
+        "type": "cache_benchmark", "length": 64, "naive_seconds": [2.0, 1.0, 4.0],
+        "cached_seconds": [0.5, 0.25, 0.64], "naive_tokens_per_second": 32.0,
+        "cached_tokens_per_second": 128.0, "speedup": 4.0, "cache_bytes": 524288,
+        "greedy_equal": True, "checkpoint_sha256": "ab" * 32, "device": "cpu",
+        "dtype": "torch.float32", "hardware": "Abacus", "python": "3.11.7", "pytorch": "2.13.0",
+        "threads": 2, "weight_bytes": 10**8, "time": "2026-11-29T12:00:00+00:00", **changes,
+    }
+
+
+def parted_row(**changes) -> dict:
+    return a_row(greedy_equal=False, first_difference=3, tokens=[5, 6], gap=0.5,
+                 max_logit_difference=0.25, **changes)
+
+
+def write_rows(path: Path, *rows: object, end: str = "") -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end, encoding="utf-8")
+    return path
+
+
+def cells_of(table: str) -> list[list[str]]:
+    """The cells of the Markdown table that opens the text, without the line of dashes."""
+    lines = table.partition("\n\n")[0].split("\n")
+    assert set(lines.pop(1)) == set("|-:")
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_report_of_good_rows(report, tmp_path: Path, capsys):
+    path = write_rows(tmp_path / "a.jsonl", a_row(), a_row(
+        length=512, naive_seconds=[51.2, 64.0], naive_tokens_per_second=8.889,
+        cached_seconds=[0.5, 0.4], cached_tokens_per_second=1137.8, speedup=128.0,
+        cache_bytes=4194304))
+    assert report.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert cells_of(out) == [
+        ["length", "naive tok/s", "cached tok/s", "GB/s", "speedup", "bytes", "equal"],
+        ["64", "32.0 [16-64]", "128 [100-256]", "12.8", "4.00x", "524,288", "yes"],
+        ["512", "8.9 [8.0-10.0]", "1138 [1024-1280]", "113.8", "128.00x", "4,194,304", "yes"]]
+    assert out.endswith("All rows: hardware Abacus, device cpu, dtype float32, threads 2, "
+                        "pytorch 2.13.0, python 3.11.7, checkpoint_sha256 abababababab.\n")
+
+
+def test_the_report_of_mixed_and_failing_rows(report, tmp_path: Path, capsys):
+    """What differs leads the table, and a row whose tokens parted shows no speed."""
+    first = write_rows(tmp_path / "a.jsonl", a_row(), parted_row(dtype="torch.float16"))
+    second = write_rows(tmp_path / "b.jsonl", a_row(hardware="Loom", dtype="torch.bfloat16"))
+    assert report.main([str(first), str(second)]) == 0
+    out = capsys.readouterr().out
+    assert [line[:3] + line[4:5] + line[6:] for line in cells_of(out)] == [
+        ["hardware", "dtype", "length", "cached tok/s", "speedup", "bytes", "equal"],
+        ["Abacus", "float32", "64", "128 [100-256]", "4.00x", "524,288", "yes"],
+        ["Abacus", "float16", "64", "-", "-", "524,288", "no"],
+        ["Loom", "bfloat16", "64", "128 [100-256]", "4.00x", "524,288", "yes"]]
+    assert "hardware" not in out.partition("\n\n")[2]
+
+
+def test_a_torn_last_line_is_named_and_skipped(report, tmp_path: Path, capsys):
+    path = write_rows(tmp_path / "a.jsonl", a_row(), end=json.dumps(a_row())[:-9])
+    assert report.main([str(path)]) == 0
+    captured = capsys.readouterr()
+    assert len(cells_of(captured.out)) == 2
+    assert captured.err.count("\n") == 1 and f"{path}, line 2 is torn" in captured.err
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"\n", b"hello\n", b"[1]\n", b'{"type": "evaluation"}\n', b"\xff\xfe\n",
+    json.dumps(a_row(naive_seconds=[])).encode() + b"\n",
+    json.dumps(a_row(speedup=0)).encode() + b"\n",
+    json.dumps(a_row(cached_seconds=["1"])).encode() + b"\n",
+    json.dumps(a_row(dtype="torch.float33")).encode() + b"\n",
+    json.dumps(a_row()).encode() + b"\n\n" + json.dumps(a_row()).encode() + b"\n",
+    json.dumps({name: value for name, value in a_row().items() if name != "threads"}).encode(),
+], ids=range(12))
+def test_a_file_of_something_else(report, content: bytes, tmp_path: Path, capsys):
+    (tmp_path / "odd.jsonl").write_bytes(content)
+    assert report.main([str(tmp_path / "odd.jsonl")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "odd.jsonl" in captured.err.splitlines()[-1]
+
+
+def test_a_missing_file_and_a_missing_matplotlib(report, tmp_path: Path, monkeypatch, capsys):
+    assert report.main([str(tmp_path / "none.jsonl")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    path = write_rows(tmp_path / "a.jsonl", a_row())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report.main([str(path), "--plot", str(tmp_path / "a.png")]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(path), "--plot", str(tmp_path / "a.txt")])
+
+
+def test_the_readmes_table_is_that_of_its_rows():
+    rows = lines_of(HERE / "docs" / "cache-cpu.jsonl")
+    assert day5.markdown_table(rows) in (HERE / "README.md").read_text(encoding="utf-8")
+    assert {row["checkpoint_sha256"] for row in rows} == {
+        hashlib.sha256(CHECKPOINT.read_bytes()).hexdigest()}
+
+
+PAGE = (HERE / "docs" / "kv-cache.html").read_text(encoding="utf-8")
+
+
+def script_expression(name: str) -> str:
+    """What one of the page's functions returns; the expressions read the same in Python."""
+    found = re.search(rf"const {name} = .*?=>\s*(?:makeMask[^;]*=> )?([^;]*?)\)?;", PAGE, re.DOTALL)
+    return " ".join(found[1].split())
+
+
+def test_the_page_holds_the_models_sentence(trained: Decoder, greedy, tokenizer):
+    data = json.loads(re.search(r'id="data">(.*?)</script>', PAGE, re.DOTALL)[1])
+    ids = greedy[0][0, 1 : len(data["tokens"])].tolist()
+    pieces = [tokenizer.id_to_piece(token).replace("\u2581", " ") for token in ids]
+    assert len(pieces) >= 16 and data["tokens"] == ["BOS", *pieces]
+    config = asdict(trained.config)
+    assert data["config"].pop("bytes_per_element") == 2
+    assert data["config"].pop("head_size") == trained.config.head_size
+    assert len(data["config"]) == 3 and data["config"].items() <= config.items()
+    rows = lines_of(HERE / "docs" / "cache-cpu.jsonl")
+    assert data["measured"]["speedups"] == [
+        {"length": row["length"], "speedup": round(row["speedup"], 2)} for row in rows]
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("positions", [1, 256])
+def test_the_pages_bytes(heads: int, positions: int):
+    config = DecoderConfig(vocab_size=8192, n_kv_heads=heads)
+    fields = SimpleNamespace(**asdict(config), head_size=config.head_size, bytes_per_element=2)
+    formula = eval(script_expression("cacheBytes"), {"config": fields, "positions": positions})
+    assert formula == octlm.kv_cache_bytes(config, positions, 2)
+
+
+@over_paths
+def test_the_pages_projections(cached: bool):
+    """After each step, as many positions as the model's key layer was given."""
+    with_cache, naive = script_expression("projections").removeprefix("cached ? ").split(" : ")
+    model, projected = small_model(), []
+    model.blocks[1].attention.key.register_forward_hook(
+        lambda module, given, result: projected.append(given[0].shape[1]))
+    for step, _ in enumerate(model.stream(torch.tensor([[1]]), 11, cached), start=1):
+        assert sum(projected) == eval(with_cache if cached else naive, {"step": step})
+
+
+def test_the_pages_masks(monkeypatch):
+    """Right, as given to attention for three tokens on five; upper left, as is_causal draws it."""
+    masks = {
+        name: torch.tensor([[eval(script_expression(name), {"row": row, "column": column,
+                                                            "cached": 5})
+                             for column in range(8)] for row in range(3)])
+        for name in ("rightMask", "upperLeftMask")}
+    model, given = small_model(n_kv_heads=8), []
+    _, cache = model.forward_cached(random_ids(1, 5))
+    attend = F.scaled_dot_product_attention
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention",
+                      lambda *args: given.append(args[3]) or attend(*args))
+        model.forward_cached(random_ids(1, 3), cache)
+    assert len(given) == SMALL.n_layers
+    assert all(torch.equal(mask, masks["rightMask"]) for mask in given)
+    query, key, value = (torch.randn(1, 1, rows, 4, dtype=torch.float64) for rows in (3, 8, 8))
+    assert_near(attend(query, key, value, masks["upperLeftMask"]),
+                attend(query, key, value, is_causal=True), 1e-12)
 
 
 def test_the_code_in_the_readme_runs(capsys):
