@@ -202,9 +202,11 @@ def markdown_table(rows: list[dict], fields: Sequence[str] = ()) -> str:
         cells.append([*(str(row[field]) for field in fields), str(row["length"]), *speeds,
                       f"{row['cache_bytes']:,}", equal])
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["| " + " | ".join(map(str.rjust, line, widths)) + " |" for line in cells]
-    lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
-    return "\n".join(lines)
+    spare = 79 - sum(width + 1 for width in widths)
+    pad = "" if 0 <= spare < 2 * len(widths) else " "  # left out where 80 columns need it
+    cells.insert(1, ["-" * (width - 1) + ":" for width in widths])
+    lines = [f"{pad}|{pad}".join(map(str.rjust, line, widths)) for line in cells]
+    return "\n".join(f"|{pad}{line}{pad}|" for line in lines)
 
 
 def cache_stage(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 import torch
@@ -70,9 +71,9 @@ def read_rows(path: Path) -> list[dict]:
 def report(rows: list[dict]) -> str:
     """The table, and below it what all its rows share."""
     varying = [name for name in SOURCE if len({row[name] for row in rows}) > 1]
-    shared = [f"{name} {rows[0][name]}" for name in SOURCE if name not in varying]
-    return (f"{markdown_table(rows, varying)}\n\nMedian with [min-max]. "
-            f"All rows: {', '.join(shared)}." if shared else markdown_table(rows, varying))
+    shared = ", ".join(f"{name} {rows[0][name]}" for name in SOURCE if name not in varying)
+    text = f"Median with [min-max]. Shared: {shared or 'nothing'}."
+    return f"{markdown_table(rows, varying)}\n\n{textwrap.fill(text, 80)}"
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -105,9 +106,9 @@ def draw(rows: list[dict], path: Path) -> None:
         formula = [kv_cache_bytes(DecoderConfig(vocab_size=8192), length,
                                   getattr(torch, dtype).itemsize) / 2**20 for length in lengths]
         size.plot([row["length"] for row in group], [row["cache_bytes"] / 2**20 for row in group],
-                  linestyle="none", marker=marker, color="#222222", markersize=6,
+                  linestyle="none", marker=marker, color="#222222", markersize=6, zorder=3,
                   label=", ".join(("counted", *source)))
-        size.plot(lengths, formula, color="#777777", zorder=0, label=f"formula, {dtype}")
+        size.plot(lengths, formula, color="#777777", zorder=2, label=f"formula, {dtype}")
     for panel, title in ((speed, "Tokens per second"), (size, "Cache, MiB")):
         panel.set_title(title, loc="left", fontsize=11)
         panel.set_xlabel("tokens generated")
