@@ -1,7 +1,9 @@
 """Drive docs/kv-cache.html by keyboard in headless chromium and check what it shows.
 
     apt-get install chromium chromium-driver && pip install selenium==4.51.0
-    python scripts/check_page.py
+    python scripts/check_page.py [docs/kv-cache.png]
+
+With a file name, it also draws README's picture: the first view at step 9.
 """
 
 from __future__ import annotations
@@ -98,6 +100,15 @@ def check(driver: Chrome) -> None:
     check_quiet(driver)
 
 
+def draw(driver: Chrome, picture: str) -> None:
+    size = {"width": 1280, "height": 740, "deviceScaleFactor": 1.5, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.get(PAGE.as_uri())
+    press(driver, *[Keys.ARROW_RIGHT] * 8)
+    driver.execute_script("document.querySelector('.controls').scrollIntoView()")
+    driver.save_screenshot(picture)
+
+
 def main() -> int:
     options = ChromeOptions()
     options.binary_location = "/usr/bin/chromium"
@@ -107,6 +118,8 @@ def main() -> int:
     driver = Chrome(options, ChromeService("/usr/bin/chromedriver"))
     try:
         check(driver)
+        if sys.argv[1:]:
+            draw(driver, sys.argv[1])
     except (ValueError, KeyError, WebDriverException) as error:
         print(f"{PAGE.name}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
