@@ -140,7 +140,7 @@ def train(
     learning_rate: float,
     seed: int,
     resume: bool = False,
-    evaluate_every: int = 500_000,
+    evaluate_every: int = 1_000_000,
     evaluate=None,
     facts: dict | None = None,
 ) -> None:
