@@ -210,7 +210,10 @@ def markdown_table(rows: list[dict], fields: Sequence[str] = ()) -> str:
 
 
 def cache_stage(args: argparse.Namespace) -> None:
-    """Measure every length; raises on the first that does not hold, after writing its row."""
+    """Measure every length; raises on the first that does not hold.
+
+    A row whose tokens differ is written first.
+    """
     try:
         args.out.open("x").close()  # a file, a folder, a dangling link: all exist
     except FileExistsError:

@@ -114,7 +114,8 @@ def rope_tables(length: int, head_size: int, scale: float, device: torch.device 
 
 def apply_rope(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Turn the adjacent channel pairs (2i, 2i + 1) of x [..., T, D]; keeps the dtype of x."""
-    dtype = torch.promote_types(x.dtype, cosine.dtype)  # half precision is turned in float32
+    # Half precision is turned in float32; a contiguous copy, since view_as_complex needs one.
+    dtype = torch.promote_types(x.dtype, cosine.dtype)
     pairs = x.to(dtype, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
     turned = torch.view_as_complex(pairs) * torch.complex(cosine, sine)
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
@@ -145,14 +146,11 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, width] to query [B, H, T, D], key and value [B, K, T, D], not yet rotated."""
-        split = (-1, self.config.head_size)
-        query = self.query(x).unflatten(-1, split).transpose(1, 2)
-        key = self.key(x).unflatten(-1, split).transpose(1, 2)
-        value = self.value(x).unflatten(-1, split).transpose(1, 2)
-        return query, key, value
+        layers, split = (self.query, self.key, self.value), (-1, self.config.head_size)
+        return tuple(layer(x).unflatten(-1, split).transpose(1, 2) for layer in layers)
 
     def share(self, kv_heads: Tensor) -> Tensor:
-        """[B, K, S, D] to [B, H, S, D]: a copy of each key-value head for every query head on it.
+        """[B, K, S, D] to [B, H, S, D]: for each query head the key-value head that it reads.
 
         `enable_gqa=True` would do without, but bars the fast kernels on older GPUs.
         """
@@ -201,10 +199,10 @@ class Attention(nn.Module):
             query, key = apply_rope(query, *rope), apply_rope(key, *rope)
         if cache is not None:
             if not cache[0].dtype == cache[1].dtype == key.dtype:
-                given = f"{cache[0].dtype} and {cache[1].dtype}"
+                given = [tensor.dtype for tensor in cache]
                 raise ValueError(f"cache dtype must be {key.dtype}, got {given}")
             key, value = torch.cat((cache[0], key), dim=2), torch.cat((cache[1], value), dim=2)
-        new, total = x.shape[1], key.shape[2]
+        new = x.shape[1]
         if cache is None and new > 1:
             heads = F.scaled_dot_product_attention(
                 query, self.share(key), self.share(value), is_causal=True)
@@ -212,7 +210,7 @@ class Attention(nn.Module):
             rows = query.reshape(*key.shape[:2], -1, key.shape[3])  # [B, K, H / K * T, D]
             mask = None
             if new > 1:  # is_causal would align its triangle to the upper left
-                column = torch.arange(total, device=x.device)
+                column = torch.arange(key.shape[2], device=x.device)
                 mask = column <= column[-new:, None]  # [T, S], by absolute position
                 mask = mask.repeat(rows.shape[2] // new, 1)
             heads = F.scaled_dot_product_attention(rows, key, value, mask).reshape(query.shape)
@@ -436,7 +434,7 @@ def sample(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
     if top_k is not None and top_k < logits.shape[-1]:
         order = logits.argsort(dim=-1, descending=True, stable=True)  # lowest index among equals
         logits = logits.scatter(-1, order[:, top_k:], -math.inf)
-    # Below the largest logit nothing overflows, however small the temperature.
+    # Below the largest logit all can overflow to is -inf, a share of 0; but 0 / 0 would be NaN.
     limits = torch.finfo(torch.float32)
     temperature = min(max(temperature, limits.tiny), limits.max)
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature

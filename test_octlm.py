@@ -1872,11 +1872,16 @@ def test_the_report_of_mixed_and_failing_rows(report, tmp_path: Path, capsys):
 
 
 def test_a_torn_last_line_is_named_and_skipped(report, tmp_path: Path, capsys):
-    path = write_rows(tmp_path / "a.jsonl", a_row(), end=json.dumps(a_row())[:-9])
+    """But not one that lacks nothing but its newline."""
+    whole = json.dumps(a_row())
+    path = write_rows(tmp_path / "a.jsonl", a_row(), end=whole[:-9])
     assert report.main([str(path)]) == 0
     captured = capsys.readouterr()
     assert len(cells_of(captured.out)) == 2
     assert captured.err.count("\n") == 1 and f"{path}, line 2 is torn" in captured.err
+    assert report.main([str(write_rows(path, a_row(), end=whole))]) == 0
+    captured = capsys.readouterr()
+    assert len(cells_of(captured.out)) == 3 and captured.err == ""
 
 
 @pytest.mark.parametrize("content", [
@@ -1885,9 +1890,13 @@ def test_a_torn_last_line_is_named_and_skipped(report, tmp_path: Path, capsys):
     json.dumps(a_row(speedup=0)).encode() + b"\n",
     json.dumps(a_row(cached_seconds=["1"])).encode() + b"\n",
     json.dumps(a_row(dtype="torch.float33")).encode() + b"\n",
+    json.dumps(a_row(dtype=math.nan)).encode() + b"\n",
+    json.dumps(a_row(hardware=["Abacus"])).encode() + b"\n",
+    json.dumps(a_row(length=10**400)).encode() + b"\n",
+    b"[" * 10**6 + b"\n",
     json.dumps(a_row()).encode() + b"\n\n" + json.dumps(a_row()).encode() + b"\n",
     json.dumps({name: value for name, value in a_row().items() if name != "threads"}).encode(),
-], ids=range(12))
+], ids=range(16))
 def test_a_file_of_something_else(report, content: bytes, tmp_path: Path, capsys):
     (tmp_path / "odd.jsonl").write_bytes(content)
     assert report.main([str(tmp_path / "odd.jsonl")]) == 1

@@ -39,8 +39,8 @@ BREAKS = [  # what, file, the text to replace (found exactly once), its replacem
      "                    cache = cache and [(k[:, :, 1:], v[:, :, 1:]) for k, v in cache]\n"
      "                    new = text[:, -1:] if cache else text\n"
      "                    logits, cache = self.forward_cached(new, cache)\n"),
-    ("cache changed in place", "octlm.py", "        new, total = x.shape[1], key.shape[2]",
-     "            cache[0].mul_(1.0001)\n        new, total = x.shape[1], key.shape[2]"),
+    ("cache changed in place", "octlm.py", "        new = x.shape[1]\n",
+     "            cache[0].mul_(1.0001)\n        new = x.shape[1]\n"),
     ("one token too many", "octlm.py", "for _ in range(max_new_tokens):",
      "for _ in range(max_new_tokens + 1):"),
     ("bytes off by one layer", "octlm.py", "return 2 * config.n_layers * config.n_kv_heads",

@@ -115,16 +115,14 @@ def main() -> int:
     for argument in ("--headless", "--no-sandbox", "--hide-scrollbars"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = Chrome(options, ChromeService("/usr/bin/chromedriver"))
     try:
-        check(driver)
-        if sys.argv[1:]:
-            draw(driver, sys.argv[1])
+        with Chrome(options, ChromeService("/usr/bin/chromedriver")) as driver:
+            check(driver)
+            if sys.argv[1:]:
+                draw(driver, sys.argv[1])
     except (ValueError, KeyError, WebDriverException) as error:
         print(f"{PAGE.name}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
-    finally:
-        driver.quit()
     print(f"{PAGE.name}: counts, cells, masks, scores and widths are right; no console error")
     return 0
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from day5 import positive
 from octlm import Decoder, load_checkpoint
 
 BOS = torch.tensor([[1]])
@@ -83,7 +84,7 @@ def race(title: str, sides: dict[str, Callable[[int], Tensor]], length: int, rep
             outputs.append(tokens)
             seconds[name].append(elapsed)
         if exact and not all(torch.equal(outputs[0], other) for other in outputs):
-            raise RuntimeError(f"{title}: the tokens differ")
+            sys.exit(f"{title}: the tokens differ")
     ours = statistics.median(seconds["octlm"])
     print(f"{title}, {length} tokens")
     for name, values in seconds.items():
@@ -95,17 +96,18 @@ def race(title: str, sides: dict[str, Callable[[int], Tensor]], length: int, rep
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="octlm against transformers, in turn.")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--naive-repeats", type=int, default=3)
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--naive-repeats", type=positive, default=3)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, args.dtype)
-    model = load_checkpoint(args.checkpoint)
+    model = load_checkpoint(CHECKPOINT)
     llama = as_llama(model).to(dtype)
+    # Half precision would have rounded its frequencies; octlm's stay in float32.
+    llama.model.rotary_emb = type(llama.model.rotary_emb)(llama.config)
     model = model.to(dtype)
     exact = dtype == torch.float32
 

@@ -15,12 +15,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from day5 import markdown_table
-from octlm import DecoderConfig, kv_cache_bytes
+from day5 import DTYPES, markdown_table
 
 SOURCE = ("hardware", "device", "dtype", "threads", "pytorch", "python", "checkpoint_sha256")
 NUMBERS = ("length", "naive_tokens_per_second", "cached_tokens_per_second", "speedup",
@@ -31,11 +28,11 @@ SECONDS = ("naive_seconds", "cached_seconds")
 def is_row(row: object) -> bool:
     """Whether it has what the table and the picture are made from."""
     def positive(value: object) -> bool:
-        return type(value) in (int, float) and value > 0
+        return type(value) in (int, float) and 0 < value < 1e18
 
     return (isinstance(row, dict) and row.get("type") == "cache_benchmark"
-            and set(SOURCE) <= row.keys() and type(row.get("greedy_equal")) is bool
-            and hasattr(torch, str(row["dtype"]).removeprefix("torch."))
+            and all(isinstance(row.get(name), (str, int)) for name in SOURCE)
+            and row["dtype"] in map(str, DTYPES.values()) and type(row.get("greedy_equal")) is bool
             and all(positive(row.get(name)) for name in NUMBERS)
             and all(isinstance(row.get(name), list) and row[name] and all(map(positive, row[name]))
                     for name in SECONDS))
@@ -47,17 +44,17 @@ def read_rows(path: Path) -> list[dict]:
     Raises ValueError, naming the file, if it is empty or holds anything else.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not text") from None
-    if torn := lines.pop():
-        print(f"report.py: {path}, line {len(lines) + 1} is torn and left out: {torn[:30]}...",
-              file=sys.stderr)
-    rows = []
+    rows, lines = [], text.removesuffix("\n").split("\n") if text else []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
+            if number == len(lines) and not text.endswith("\n"):
+                print(f"report.py: {path}, line {number} is torn and left out", file=sys.stderr)
+                continue
             row = None
         if not is_row(row):
             raise ValueError(f"{path}, line {number} is not a row of the cache stage")
@@ -81,7 +78,7 @@ def draw(rows: list[dict], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    figure = Figure(figsize=(8.6, 3.7), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(8.6, 4.2), layout="constrained", facecolor="white")
     speed, size = figure.subplots(1, 2, width_ratios=(3, 2))
     varying = [name for name in SOURCE if len({row[name] for row in rows}) > 1]
     series: dict[tuple, list[dict]] = {}
@@ -101,14 +98,14 @@ def draw(rows: list[dict], path: Path) -> None:
                        [row[f"{name}_tokens_per_second"] for row in right], color=color,
                        linestyle="-" if name == "cached" else "--")
             speed.plot([], [], linestyle="-" if name == "cached" else "--", label=label, **style)
-        dtype = group[0]["dtype"]
-        lengths = [0, max(row["length"] for row in group)]
-        formula = [kv_cache_bytes(DecoderConfig(vocab_size=8192), length,
-                                  getattr(torch, dtype).itemsize) / 2**20 for length in lengths]
+        # The formula is a line through the origin; the stage has checked each row against it.
+        last = group[-1]
+        slope = last["cache_bytes"] / last["length"]
         size.plot([row["length"] for row in group], [row["cache_bytes"] / 2**20 for row in group],
                   linestyle="none", marker=marker, color="#222222", markersize=6, zorder=3,
                   label=", ".join(("counted", *source)))
-        size.plot(lengths, formula, color="#777777", zorder=2, label=f"formula, {dtype}")
+        size.plot([0, last["length"]], [0, last["cache_bytes"] / 2**20], color="#777777", zorder=2,
+                  label=f"formula: {slope:,.0f} bytes a token")
     for panel, title in ((speed, "Tokens per second"), (size, "Cache, MiB")):
         panel.set_title(title, loc="left", fontsize=11)
         panel.set_xlabel("tokens generated")
@@ -119,7 +116,8 @@ def draw(rows: list[dict], path: Path) -> None:
         panel.grid(axis="y", color="#dddddd")
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=9)
+        panel.legend(frameon=False, fontsize=9, ncols=2 if panel is speed else 1,
+                     loc="upper center", bbox_to_anchor=(0.5, -0.18))
     figure.savefig(path, dpi=200)
 
 
@@ -136,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         rows = [row for path in args.files for row in read_rows(path)]
-        print(report(rows))
+        print(report(rows), flush=True)
         if args.plot:
             draw(rows, args.plot)
     except ModuleNotFoundError:

@@ -22,12 +22,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import octlm
+from day5 import positive
 
+CHECKPOINT = ROOT / "checkpoints" / "octlm-26m.pt"
 BOS = torch.tensor([[1]])
 KINDS = [  # kind, where the function is looked up, its name
     ("linear layers", F, "linear"), ("attention", F, "scaled_dot_product_attention"),
     ("normalization", F, "rms_norm"), ("RoPE", octlm, "apply_rope"),
-    ("RoPE tables", octlm, "rope_tables"), ("joining the cache", torch, "cat"),
+    ("RoPE tables", octlm, "rope_tables"), ("joining cache and text", torch, "cat"),
     ("choosing the token", octlm, "sample"),
 ]
 
@@ -48,13 +50,12 @@ def read_seconds(array: torch.Tensor) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Where a cached decoding step's time goes.")
-    parser.add_argument("--checkpoint", type=Path, default=ROOT / "checkpoints" / "octlm-26m.pt")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--repeats", type=positive, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = octlm.load_checkpoint(args.checkpoint).to(getattr(torch, args.dtype))
+    model = octlm.load_checkpoint(CHECKPOINT).to(getattr(torch, args.dtype))
     array = torch.ones(2**26)  # 256 MiB
     weights = sum(weight.nbytes for weight in model.parameters())
     step_seconds(model, 32)
