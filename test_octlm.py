@@ -339,6 +339,16 @@ def test_apply_rope_turns_adjacent_pairs(dtype: torch.dtype, tolerance: float):
         assert_near(turned[b, h, t], expected, tolerance)
 
 
+@pytest.mark.parametrize("view", [
+    lambda x: x[..., 1:7], lambda x: x[..., ::2][..., :6], lambda x: x.mT[..., :6],
+    lambda x: x[:1, :1, :1, :6].expand(2, 3, 13, 6), lambda x: x.flatten()[1:7].view(1, 1, 1, 6),
+], ids=["odd offset", "strided", "transposed", "expanded", "odd storage offset"])
+def test_apply_rope_takes_any_layout(view: Callable):
+    x = view(torch.randn(2, 3, 13, 13, generator=seeded(0)))
+    tables = octlm.rope_tables(x.shape[2], 6, 1.0, "cpu")
+    assert torch.equal(octlm.apply_rope(x, *tables), octlm.apply_rope(x.clone(), *tables))
+
+
 # Full pass
 
 
