@@ -199,7 +199,7 @@ class Attention(nn.Module):
             query, key = apply_rope(query, *rope), apply_rope(key, *rope)
         if cache is not None:
             if not cache[0].dtype == cache[1].dtype == key.dtype:
-                given = [tensor.dtype for tensor in cache]
+                given = f"{cache[0].dtype} and {cache[1].dtype}"
                 raise ValueError(f"cache dtype must be {key.dtype}, got {given}")
             key, value = torch.cat((cache[0], key), dim=2), torch.cat((cache[1], value), dim=2)
         new = x.shape[1]
