@@ -65,9 +65,13 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
+def differing(rows: list[dict]) -> list[str]:
+    return [name for name in SOURCE if len({row[name] for row in rows}) > 1]
+
+
 def report(rows: list[dict]) -> str:
     """The table, and below it what all its rows share."""
-    varying = [name for name in SOURCE if len({row[name] for row in rows}) > 1]
+    varying = differing(rows)
     shared = ", ".join(f"{name} {rows[0][name]}" for name in SOURCE if name not in varying)
     text = f"Median with [min-max]. Shared: {shared or 'nothing'}."
     return f"{markdown_table(rows, varying)}\n\n{textwrap.fill(text, 80)}"
@@ -80,7 +84,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
     figure = Figure(figsize=(8.6, 4.2), layout="constrained", facecolor="white")
     speed, size = figure.subplots(1, 2, width_ratios=(3, 2))
-    varying = [name for name in SOURCE if len({row[name] for row in rows}) > 1]
+    varying = differing(rows)
     series: dict[tuple, list[dict]] = {}
     for row in sorted(rows, key=lambda row: row["length"]):
         series.setdefault(tuple(str(row[name]) for name in varying), []).append(row)
