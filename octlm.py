@@ -259,16 +259,18 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.token_embedding = nn.Embedding.from_pretrained(  # drawn below, as every matrix
+            torch.empty(config.vocab_size, config.d_model), freeze=False)
         if config.position == "learned":
-            self.position_embedding = nn.Embedding(config.context_length, config.d_model)
+            self.position_embedding = nn.Embedding.from_pretrained(
+                torch.empty(config.context_length, config.d_model), freeze=False)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.final_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.lm_head.weight = self.token_embedding.weight
         for name, weight in self.named_parameters():  # as GPT-2; norms stay at 1
-            if weight.ndim == 2:
+            if weight.ndim == 2 and not weight.is_meta:  # normal_ there imports a compiler, 1 s
                 residual = name.endswith(("output.weight", "down.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * config.n_layers if residual else 1) ** 0.5)
 
