@@ -132,6 +132,22 @@ def attention_mask(config: DecoderConfig, length: int, device: torch.device) -> 
     return mask
 
 
+class Linear(nn.Linear):
+    """No bias. On a CPU one float32 row meets the weights in slices of outputs, one per thread."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slices = math.gcd(self.out_features, torch.get_num_threads())
+        if slices == 1 or x.numel() > self.in_features or x.dtype != torch.float32 or not x.is_cpu:
+            return F.linear(x, self.weight)
+        # Where PyTorch's one-row product leaves cores idle, memory waits; a batch occupies all.
+        row = x.reshape(1, 1, -1).expand(slices, -1, -1)
+        weight = self.weight.view(slices, -1, self.in_features)
+        return torch.bmm(row, weight.mT).view(*x.shape[:-1], -1)
+
+
 class Attention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245), over all positions or over cached ones."""
 
@@ -139,10 +155,10 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         kv_size = config.n_kv_heads * config.head_size
-        self.query = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.key = nn.Linear(config.d_model, kv_size, bias=False)
-        self.value = nn.Linear(config.d_model, kv_size, bias=False)
-        self.output = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.query = Linear(config.d_model, config.d_model)
+        self.key = Linear(config.d_model, kv_size)
+        self.value = Linear(config.d_model, kv_size)
+        self.output = Linear(config.d_model, config.d_model)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, width] to query [B, H, T, D], key and value [B, K, T, D], not yet rotated."""
@@ -222,9 +238,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.gate = Linear(config.d_model, config.d_ff)
+        self.up = Linear(config.d_model, config.d_ff)
+        self.down = Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -267,7 +283,7 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.final_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.d_model, config.vocab_size)
         self.lm_head.weight = self.token_embedding.weight
         for name, weight in self.named_parameters():  # as GPT-2; norms stay at 1
             if weight.ndim == 2 and not weight.is_meta:  # normal_ there imports a compiler, 1 s

@@ -349,6 +349,29 @@ def test_apply_rope_takes_any_layout(view: Callable):
     assert torch.equal(octlm.apply_rope(x, *tables), octlm.apply_rope(x.clone(), *tables))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("outputs", [1, 7, 12])
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (1, 1, 5), (1, 2, 5), (2, 1, 5)], ids=str)
+def test_linear_layers(shape: tuple[int, ...], outputs: int, threads: int):
+    """Values and gradients, for one row, cut into slices for the threads, and for more."""
+    layer, x = octlm.Linear(5, outputs), torch.randn(shape, generator=seeded(0))
+    assert layer.bias is None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = layer(x)
+        found.sum().backward()
+    finally:
+        torch.set_num_threads(before)
+    assert found.shape == (*shape[:-1], outputs)
+    for position in np.ndindex(shape[:-1]):
+        for output in range(outputs):
+            expected = sum(x[position][i].item() * layer.weight[output, i].item() for i in range(5))
+            assert abs(found[position][output].item() - expected) < 1e-6
+    for output in range(outputs):
+        assert_near(layer.weight.grad[output], x.double().reshape(-1, 5).numpy().sum(0), 1e-6)
+
+
 # Full pass
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from octlm import load_checkpoint
+from octlm import Linear, load_checkpoint
 
 PROMPTS, PROMPT_LENGTH = 50, 9
 
@@ -45,7 +45,7 @@ def main() -> None:
     print("|:------|:-------|------------------:|-------:|------------:|------:|", flush=True)
     for dtype in (torch.float16, torch.bfloat16):
         model.to(dtype)
-        for kind in (torch.nn.Linear, Float32Head):
+        for kind in (Linear, Float32Head):
             model.lm_head.__class__ = kind
             parted, gaps = 0, []
             for prompt in prompts:
