@@ -139,10 +139,11 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        slices = math.gcd(self.out_features, torch.get_num_threads())
-        if slices == 1 or x.numel() > self.in_features or x.dtype != torch.float32 or not x.is_cpu:
+        if (x.numel() > self.in_features or x.dtype != torch.float32 or not x.is_cpu
+                or torch.compiler.is_compiling()):
             return F.linear(x, self.weight)
         # Where PyTorch's one-row product leaves cores idle, memory waits; a batch occupies all.
+        slices = math.gcd(self.out_features, torch.get_num_threads())
         row = x.reshape(1, 1, -1).expand(slices, -1, -1)
         weight = self.weight.view(slices, -1, self.in_features)
         return torch.bmm(row, weight.mT).view(*x.shape[:-1], -1)

@@ -901,6 +901,17 @@ def test_a_stream_of_millions_holds_the_context_alone():
     assert text.shape == (1, 8) and text.untyped_storage().nbytes() <= 9 * 8
 
 
+def test_both_passes_compile():
+    """Each as one graph, as `torch.compile` with `fullgraph=True` demands."""
+    model, ids = small_model(), random_ids(1, 4)
+    expected = model(ids)
+    assert_near(torch.compile(model, backend="eager", fullgraph=True)(ids), expected, 2e-5)
+    step = torch.compile(model.forward_cached, backend="eager", fullgraph=True)
+    first, cache = step(ids[:, :3])
+    last, _ = step(ids[:, 3:], cache)
+    assert_near(torch.cat((first, last), dim=1), expected, 2e-5)
+
+
 # Sampling
 
 
