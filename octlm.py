@@ -83,10 +83,12 @@ class DecoderConfig:
         require("dropout", fraction, "at least 0 and below 1")
         require("position", self.position in ("rope", "learned"), "'rope' or 'learned'")
         require("attention", self.attention in ("sdpa", "manual"), "'sdpa' or 'manual'")
-        whole = self.d_model % self.n_heads == 0
-        require("d_model", whole, f"a multiple of n_heads={self.n_heads}")
+        require("d_model", not self.d_model % self.n_heads, f"a multiple of n_heads={self.n_heads}")
         whole = self.n_heads % self.n_kv_heads == 0
         require("n_heads", whole, f"a multiple of n_kv_heads={self.n_kv_heads}")
+        angle = self.context_length / self.rope_scale / min(self.rope_base, 1)
+        finite = angle < torch.finfo(torch.float32).max
+        require("rope_base", finite, f"larger to go with rope_scale={self.rope_scale}")
         paired = self.position == "learned" or self.head_size % 2 == 0
         require("head_size", paired, "even for RoPE (it is d_model / n_heads)")
         fits = self.attention_window <= self.context_length
@@ -139,13 +141,13 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if (x.numel() > self.in_features or x.dtype != torch.float32 or not x.is_cpu
-                or torch.compiler.is_compiling()):
-            return F.linear(x, self.weight)
+        if (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not x.is_cpu
+                or x.dtype != torch.float32 or x.shape[:-1].numel() != 1
+                or self.out_features % torch.get_num_threads()):
+            return super().forward(x)
         # Where PyTorch's one-row product leaves cores idle, memory waits; a batch occupies all.
-        slices = math.gcd(self.out_features, torch.get_num_threads())
-        row = x.reshape(1, 1, -1).expand(slices, -1, -1)
-        weight = self.weight.view(slices, -1, self.in_features)
+        weight = self.weight.view(torch.get_num_threads(), -1, self.in_features)
+        row = x.reshape(1, 1, -1).expand(len(weight), -1, -1)
         return torch.bmm(row, weight.mT).view(*x.shape[:-1], -1)
 
 
@@ -276,7 +278,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding.from_pretrained(  # drawn below, as every matrix
+        self.token_embedding = nn.Embedding.from_pretrained(  # Embedding() would draw, see below
             torch.empty(config.vocab_size, config.d_model), freeze=False)
         if config.position == "learned":
             self.position_embedding = nn.Embedding.from_pretrained(
@@ -287,7 +289,7 @@ class Decoder(nn.Module):
         self.lm_head = Linear(config.d_model, config.vocab_size)
         self.lm_head.weight = self.token_embedding.weight
         for name, weight in self.named_parameters():  # as GPT-2; norms stay at 1
-            if weight.ndim == 2 and not weight.is_meta:  # normal_ there imports a compiler, 1 s
+            if weight.ndim == 2 and not weight.is_meta:  # there normal_ imports a compiler: 1 s
                 residual = name.endswith(("output.weight", "down.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * config.n_layers if residual else 1) ** 0.5)
 
@@ -321,15 +323,14 @@ class Decoder(nn.Module):
         Raises ValueError in training mode, for windowed, compressed or manual attention, for
         malformed ids, past context_length, and for a cache that does not fit.
         """
-        config = self.config
         if self.training:
             raise ValueError("cached forward requires eval mode")
         self._require_full_attention()
         _check_token_ids(token_ids)
         start = 0 if cache is None else self._saved_positions(cache, token_ids.shape[0])
-        if start + token_ids.shape[1] > config.context_length:
+        if start + token_ids.shape[1] > self.config.context_length:
             raise ValueError(
-                f"cached sequence exceeds context_length {config.context_length}: "
+                f"cached sequence exceeds context_length {self.config.context_length}: "
                 f"{start} saved and {token_ids.shape[1]} new positions")
         x, rope = self._embed(token_ids, start)
         joined = []
@@ -368,7 +369,7 @@ class Decoder(nn.Module):
         x = self.token_embedding(token_ids)
         if config.position == "learned":
             return x + self.position_embedding.weight[start : start + length], None
-        base, scale = config.rope_base, config.rope_scale
+        base, scale = float(config.rope_base), float(config.rope_scale)
         return x, rope_tables(length, config.head_size, scale, x.device, base, start)
 
     def generate(self, token_ids: Tensor, max_new_tokens: int, **sampling) -> Tensor:
@@ -441,7 +442,7 @@ class Decoder(nn.Module):
 
 def sample(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
            generator: torch.Generator | None = None) -> Tensor:
-    """The next token for each row of logits [B, vocab]: int64 [B, 1], arguments as in `stream`.
+    """The next token for each row of logits [B, vocab]: int64 [B, 1]; `stream` checks arguments.
 
     Raises RuntimeError if a logit is not finite.
     """

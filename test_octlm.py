@@ -275,6 +275,8 @@ def test_config_refuses_a_value(name: str, value: object):
     ({"n_kv_heads": 3}, "n_heads must be .*n_kv_heads=3, got 8"),
     ({"n_heads": 2, "n_kv_heads": 4}, "n_heads must be .*n_kv_heads=4, got 2"),
     ({"d_model": 60}, "d_model must be .*n_heads=8, got 60"),
+    ({"rope_base": 1e-300}, "rope_base must be larger .*rope_scale=1.0, got 1e-300"),
+    ({"rope_scale": 1e-38}, "rope_base must be larger .*rope_scale=1e-38, got 10000.0"),
     ({"d_model": 24}, "head_size must be even .*d_model.*, got 3"),
     ({"attention_window": 13}, "attention_window must be .*context_length=12, got 13"),
     ({"kv_compress_block": 2}, "kv_compress_block must be .*attention_window.*, got 2"),
@@ -349,9 +351,20 @@ def test_apply_rope_takes_any_layout(view: Callable):
     assert torch.equal(octlm.apply_rope(x, *tables), octlm.apply_rope(x.clone(), *tables))
 
 
+@pytest.mark.parametrize("form", [
+    {name: value} for name in ("rope_base", "rope_scale") for value in (10**20, 1e-35)], ids=str)
+def test_rope_at_the_edges(form: dict):
+    """Attention turns a query of NaN into zeros, which no finite check would see."""
+    ids = random_ids(2, 12)
+    logits = small_model(**form)(ids)
+    assert logits.isfinite().all()
+    assert_near(logits, small_model(**form, attention="manual")(ids), 2e-5)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("outputs", [1, 7, 12])
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (1, 1, 5), (1, 2, 5), (2, 1, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (0, 5), (1, 1, 5), (1, 2, 5), (2, 1, 5)],
+                         ids=str)
 def test_linear_layers(shape: tuple[int, ...], outputs: int, threads: int):
     """Values and gradients, for one row, cut into slices for the threads, and for more."""
     layer, x = octlm.Linear(5, outputs), torch.randn(shape, generator=seeded(0))
@@ -370,6 +383,11 @@ def test_linear_layers(shape: tuple[int, ...], outputs: int, threads: int):
             assert abs(found[position][output].item() - expected) < 1e-6
     for output in range(outputs):
         assert_near(layer.weight.grad[output], x.double().reshape(-1, 5).numpy().sum(0), 1e-6)
+
+
+def test_linear_layers_refuse_another_width():
+    with pytest.raises(RuntimeError):
+        octlm.Linear(8, 6)(torch.ones(2, 4))
 
 
 # Full pass

@@ -41,6 +41,8 @@ BREAKS = [  # what, file, the text to replace (found exactly once), its replacem
      "                    logits, cache = self.forward_cached(new, cache)\n"),
     ("cache changed in place", "octlm.py", "        new = x.shape[1]\n",
      "            cache[0].mul_(1.0001)\n        new = x.shape[1]\n"),
+    ("output slices in the wrong order", "octlm.py", "torch.bmm(row, weight.mT)",
+     "torch.bmm(row, weight.mT).flip(0)"),
     ("one token too many", "octlm.py", "for _ in range(max_new_tokens):",
      "for _ in range(max_new_tokens + 1):"),
     ("bytes off by one layer", "octlm.py", "return 2 * config.n_layers * config.n_kv_heads",

@@ -27,7 +27,8 @@ from day5 import positive
 CHECKPOINT = ROOT / "checkpoints" / "octlm-26m.pt"
 BOS = torch.tensor([[1]])
 KINDS = [  # kind, where the function is looked up, its name
-    ("linear layers", octlm.Linear, "forward"), ("attention", F, "scaled_dot_product_attention"),
+    ("linear layers", torch.nn.Linear, "__call__"),
+    ("attention", F, "scaled_dot_product_attention"),
     ("normalization", F, "rms_norm"), ("RoPE", octlm, "apply_rope"),
     ("RoPE tables", octlm, "rope_tables"), ("joining cache and text", torch, "cat"),
     ("choosing the token", octlm, "sample"),
