@@ -141,14 +141,13 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not x.is_cpu
-                or x.dtype != torch.float32 or x.shape[:-1].numel() != 1
+        if (torch.compiler.is_compiling() or x.shape != (1, 1, self.in_features)
+                or x.dtype != torch.float32 or not x.is_cpu or torch.is_autocast_enabled("cpu")
                 or self.out_features % torch.get_num_threads()):
             return super().forward(x)
         # Where PyTorch's one-row product leaves cores idle, memory waits; a batch occupies all.
         weight = self.weight.view(torch.get_num_threads(), -1, self.in_features)
-        row = x.reshape(1, 1, -1).expand(len(weight), -1, -1)
-        return torch.bmm(row, weight.mT).view(*x.shape[:-1], -1)
+        return torch.bmm(x.expand(len(weight), -1, -1), weight.mT).view(1, 1, -1)
 
 
 class Attention(nn.Module):
