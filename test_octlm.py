@@ -77,8 +77,8 @@ over_paths = pytest.mark.parametrize("cached", [False, True])
 
 def small_model(seed: int = 0, **changes) -> Decoder:
     """A decoder in eval mode whose weights are as large as a trained one's."""
-    torch.manual_seed(seed)
     model = Decoder(replace(SMALL, **changes)).eval()
+    torch.manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
