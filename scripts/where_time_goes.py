@@ -1,19 +1,23 @@
 """One cached decoding step by kind of work, and how near it comes to the memory's speed.
 
     python scripts/where_time_goes.py --dtype float32 --threads 2
+    python scripts/where_time_goes.py --before older/octlm.py
 
 CPU, batch 1, greedy, from BOS. First whole runs of 512 tokens, untouched; then one with a timer
-around each kind of call, whose medians make the table. The rest is what no timer covers.
+around each kind of call, whose medians make the table. The rest is what no timer covers. An older
+octlm.py generates in turn with this one, step by step, from the same weights in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -26,21 +30,51 @@ from day5 import positive
 
 CHECKPOINT = ROOT / "checkpoints" / "octlm-26m.pt"
 BOS = torch.tensor([[1]])
-KINDS = [  # kind, where the function is looked up, its name
+TOKENS = 512
+KINDS = [  # kind, where the function is looked up (None: in octlm), its name
     ("linear layers", torch.nn.Linear, "__call__"),
     ("attention", F, "scaled_dot_product_attention"),
-    ("normalization", F, "rms_norm"), ("RoPE", octlm, "apply_rope"),
-    ("RoPE tables", octlm, "rope_tables"), ("joining cache and text", torch, "cat"),
-    ("choosing the token", octlm, "sample"),
+    ("normalization", F, "rms_norm"), ("RoPE", None, "apply_rope"),
+    ("RoPE tables", None, "rope_tables"), ("joining cache and text", torch, "cat"),
+    ("choosing the token", None, "sample"),
 ]
 
+current = ""  # the side whose step is running
+spent: dict[tuple[str, str], list[float]] = defaultdict(list)  # by side and kind
 
-def step_seconds(model: octlm.Decoder, tokens: int) -> list[float]:
-    """How long each step of a cached generation took; the first is the prompt's."""
-    times = [time.perf_counter()]
-    for _ in model.stream(BOS, tokens):
-        times.append(time.perf_counter())
-    return [after - before for before, after in zip(times, times[1:])]
+
+def module_from(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("before", path)
+    module = sys.modules["before"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def step_seconds(models: dict[str, torch.nn.Module], tokens: int) -> dict[str, list[float]]:
+    """How long each step of a cached generation took, the sides in turn; the first: the prompt."""
+    global current
+    streams = {side: model.stream(BOS, tokens) for side, model in models.items()}
+    seconds = {side: [] for side in models}
+    for _ in range(tokens):
+        for current, stream in streams.items():
+            start = time.perf_counter()
+            next(stream)
+            seconds[current].append(time.perf_counter() - start)
+    return seconds
+
+
+@torch.inference_mode()
+def at_positions(model: torch.nn.Module) -> list[float]:
+    """Milliseconds of the step at position 30 and of the one at 500, 200 times in turn."""
+    ids = model.generate_cached(BOS, 500)
+    steps = [(ids[:, n : n + 1], model.forward_cached(ids[:, :n])[1]) for n in (30, 500)]
+    seconds = [[], []]
+    for _ in range(200):
+        for (token, cache), times in zip(steps, seconds):
+            start = time.perf_counter()
+            model.forward_cached(token, cache)
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) * 1e3 for times in seconds]
 
 
 def read_seconds(array: torch.Tensor) -> float:
@@ -49,58 +83,71 @@ def read_seconds(array: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
+def watch(kind: str, owner: object, name: str) -> None:
+    function = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        spent[current, kind].append(time.perf_counter() - start)
+        return result
+
+    setattr(owner, name, call)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Where a cached decoding step's time goes.")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--before", type=Path, help="another octlm.py, to be timed in turn")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = octlm.load_checkpoint(CHECKPOINT).to(getattr(torch, args.dtype))
+    modules = {"octlm": octlm}
+    if args.before:
+        modules = {"before": module_from(args.before), "after": octlm}
+    models = {side: module.load_checkpoint(CHECKPOINT) for side, module in modules.items()}
+    shared = octlm.load_checkpoint(CHECKPOINT).to(getattr(torch, args.dtype)).state_dict()
+    for model in models.values():
+        model.load_state_dict(shared, assign=True)  # one copy, as if each side were alone
+    weights = sum(weight.nbytes for weight in next(iter(models.values())).parameters())
     array = torch.ones(2**26)  # 256 MiB
-    weights = sum(weight.nbytes for weight in model.parameters())
-    step_seconds(model, 32)
-    reads, rates, early, late = [], [], [], []
-    for _ in range(args.repeats):  # the memory and the model in turn
+    step_seconds(models, 32)
+    reads, runs = [], []
+    for _ in range(args.repeats):  # the memory and the models in turn
         reads.append(statistics.median(read_seconds(array) for _ in range(5)))
-        steps = step_seconds(model, 512)
-        rates.append(len(steps) / sum(steps))
-        early.append(statistics.median(steps[20:40]))
-        late.append(statistics.median(steps[490:510]))
-    rate, limit = statistics.median(rates), array.nbytes / statistics.median(reads)
-    print(f"{args.dtype}, {args.threads} threads, 512 tokens: {rate:.1f} "
-          f"[{min(rates):.1f}-{max(rates):.1f}] tokens/s")
-    print(f"weights read at {weights * rate / 1e9:.1f} GB/s, a 256 MiB array at "
-          f"{limit / 1e9:.1f}: {weights * rate / limit:.2f} of it")
-    first, last = statistics.median(early), statistics.median(late)
-    print(f"step at position 30: {first * 1e3:.2f} ms, at 500: {last * 1e3:.2f} ms, "
-          f"ratio {last / first:.2f}\n")
-
-    seconds: dict[str, list[float]] = defaultdict(list)
-
-    def watched(kind: str, function):
-        def call(*args, **kwargs):
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            seconds[kind].append(time.perf_counter() - start)
-            return result
-        return call
+        runs.append(step_seconds(models, TOKENS))
+    limit = array.nbytes / statistics.median(reads)
+    print(f"{args.dtype}, {args.threads} threads, {TOKENS} tokens; "
+          f"a 256 MiB array is read at {limit / 1e9:.1f} GB/s")
+    for side in models:
+        rates = [TOKENS / sum(run[side]) for run in runs]
+        rate = statistics.median(rates)
+        early, late = at_positions(models[side])
+        print(f"{side}: {rate:.1f} [{min(rates):.1f}-{max(rates):.1f}] tokens/s, weights at "
+              f"{weights * rate / 1e9:.1f} GB/s ({weights * rate / limit:.2f} of the array's), "
+              f"step at 30: {early:.2f} ms, at 500: {late:.2f} ({late / early:.2f})")
 
     for kind, owner, name in KINDS:
-        setattr(owner, name, watched(kind, getattr(owner, name)))
-    steps = step_seconds(model, 512)
-    whole = statistics.median(steps) * 1e6
-    print("| kind of work | calls | µs |\n|:-------------|------:|---:|")
-    rest = whole
+        for place in (owner,) if owner else modules.values():
+            watch(kind, place, name)
+    steps = step_seconds(models, TOKENS)
+    whole = {side: statistics.median(steps[side]) * 1e6 for side in models}
+    rest = dict(whole)
+    print(f"\n| kind of work | calls | {' | '.join(f'{side}, µs' for side in models)} |")
+    print("|:-------------|------:|" + "---:|" * len(models))
     for kind, _, _ in KINDS:
-        calls = len(seconds[kind]) / len(steps)
-        # Calls of one kind differ in size but recur with each step: the median over the steps.
-        per_step = [sum(seconds[kind][i : i + round(calls)])
-                    for i in range(0, len(seconds[kind]), round(calls))]
-        spent = statistics.median(per_step) * 1e6
-        rest -= spent
-        print(f"| {kind} | {calls:.0f} | {spent:,.0f} |")
-    print(f"| the rest: Python, views, sums, SiLU | | {rest:,.0f} |\n| one step | | {whole:,.0f} |")
+        cells = []
+        for side in models:
+            # Calls of one kind differ in size but recur with each step: the median over the steps.
+            calls = round(len(spent[side, kind]) / TOKENS)
+            per_step = [sum(spent[side, kind][i : i + calls])
+                        for i in range(0, len(spent[side, kind]), calls)]
+            cells.append(statistics.median(per_step) * 1e6)
+            rest[side] -= cells[-1]
+        print(f"| {kind} | {calls} | {' | '.join(f'{cell:,.0f}' for cell in cells)} |")
+    for kind, row in (("the rest: Python, views, sums, SiLU", rest), ("one step", whole)):
+        print(f"| {kind} | | {' | '.join(f'{row[side]:,.0f}' for side in models)} |")
     return 0
 
 
