@@ -86,9 +86,10 @@ class DecoderConfig:
         require("d_model", not self.d_model % self.n_heads, f"a multiple of n_heads={self.n_heads}")
         whole = self.n_heads % self.n_kv_heads == 0
         require("n_heads", whole, f"a multiple of n_kv_heads={self.n_kv_heads}")
-        angle = self.context_length / self.rope_scale / min(self.rope_base, 1)
-        finite = angle < torch.finfo(torch.float32).max
-        require("rope_base", finite, f"larger to go with rope_scale={self.rope_scale}")
+        reach = torch.finfo(torch.float32).max * self.rope_scale  # angles overflow from there on
+        require("rope_scale", self.context_length < reach, "larger for this context_length")
+        fits = self.context_length < reach * min(self.rope_base, 1)
+        require("rope_base", fits, f"larger to go with rope_scale={self.rope_scale}")
         paired = self.position == "learned" or self.head_size % 2 == 0
         require("head_size", paired, "even for RoPE (it is d_model / n_heads)")
         fits = self.attention_window <= self.context_length

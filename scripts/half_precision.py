@@ -3,8 +3,9 @@
     python scripts/half_precision.py
 
 For each of 50 sampled prompts the cached path writes up to the end of the context; one full pass
-over that text shows every place where the naive path would have chosen another token. Printed as a
-Markdown table, for the module as it is and with the logits computed in float32.
+over that text, of the same dtype, shows every place where it would have chosen another token (the
+naive path itself, whose passes grow, may round differently again). Printed as a Markdown table, for
+the module as it is and with the logits computed in float32.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ def main() -> int:
     shared = octlm.load_checkpoint(CHECKPOINT).to(getattr(torch, args.dtype)).state_dict()
     for model in models.values():
         model.load_state_dict(shared, assign=True)  # one copy, as if each side were alone
+        model.lm_head.weight = model.token_embedding.weight
     weights = sum(weight.nbytes for weight in next(iter(models.values())).parameters())
     array = torch.ones(2**26)  # 256 MiB
     step_seconds(models, 32)
