@@ -168,7 +168,7 @@ def train(
     rest = [weight for weight in model.parameters() if id(weight) not in inside]
     optimizers = [
         torch.optim.Muon(
-            matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+            matrices, lr=learning_rate, weight_decay=0.5, adjust_lr_fn="match_rms_adamw"
         ),
         torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
