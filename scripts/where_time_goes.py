@@ -102,6 +102,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--before", type=Path, help="another octlm.py, to be timed in turn")
     args = parser.parse_args()
+    if args.before and not args.before.is_file():
+        parser.error(f"--before: {args.before} is not a file")
     torch.set_num_threads(args.threads)
     modules = {"octlm": octlm}
     if args.before:
