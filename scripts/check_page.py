@@ -11,6 +11,7 @@ docs/cache-cpu.jsonl. Do both after either has changed.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import math
 import re
@@ -47,6 +48,8 @@ return {
     id: grid.id, box: box(grid), overflows: overflows(grid),
     panel: box(grid.closest(".panel")),
     marks: all(".mark", grid).map(box),
+    heads: all("thead tr", grid).map((row) => all("th", row).slice(1).map((cell) =>
+      cell.textContent)),
     rows: all("tbody tr:not(.reach)", grid).map((row) => all("td", row).map((cell) =>
       cell.dataset.state + cell.textContent)),
     now: all(".now", grid).map((row) => ({ step: row.rowIndex - 1, box: box(row),
@@ -76,8 +79,8 @@ def press(driver: Chrome, *keys: str, tab_to: str = "") -> None:
     raise ValueError(f"the Tab key does not reach {tab_to}")
 
 
-def resize(driver: Chrome, size: tuple[int, int], scale: float = 1) -> None:
-    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": scale, "mobile": False}
+def resize(driver: Chrome, size: tuple[int, int]) -> None:
+    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
@@ -123,6 +126,10 @@ def model_counts() -> dict[bool, list[dict[str, int]]]:
     return counts
 
 
+def visible(tokens: list[str]) -> list[str]:
+    return [re.sub("^ ", "·", token).replace("\n", "↵") for token in tokens]
+
+
 def check_numbers(page: dict, step: int, cached: bool, counts: dict) -> None:
     from octlm import DecoderConfig, kv_cache_bytes
 
@@ -143,12 +150,16 @@ def check_numbers(page: dict, step: int, cached: bool, counts: dict) -> None:
             {name: f"{number:,}" for name, number in expected.items()})
     said = (f"1 position computed, {step - 1} read from the cache." if cached else
             f"{step} position{'s' * (step > 1)} computed, {step - 1} of them again.")
-    require("status", page["texts"]["status"].startswith(f"Step {step}: {said} After "), True)
+    fed, chosen = visible(page["data"]["tokens"])[step - 1 : step + 1]
+    require("status", page["texts"]["status"],
+            f"Step {step}: {said} After “{fed}” the model chooses “{chosen}”.")
 
 
-def check_grid(grid: dict, step: int, steps: int) -> None:
+def check_grid(grid: dict, step: int, steps: int, tokens: list[str]) -> None:
     """Its cells, its legend, and what is drawn from the new query to the saved keys."""
     name = f"step {step}, {grid['id']}"
+    positions = [str(position) for position in range(steps)]
+    require(f"{name}, tokens and positions", grid["heads"], [visible(tokens[:steps]), positions])
     past = "readR" if grid["id"] == "cached-grid" else "againA"
     for number, found in enumerate(grid["rows"], start=1):
         shown = [past] * (number - 1) + ["computedC"] if number <= step else ["ahead"] * number
@@ -218,7 +229,7 @@ def check_steps(driver: Chrome, size: tuple[int, int], counts: dict) -> None:
                 require("grids shown", [grid["id"] for grid in page["grids"]], shown)
                 check_numbers(page, step, cached, counts)
                 for grid in page["grids"]:
-                    check_grid(grid, step, steps)
+                    check_grid(grid, step, steps, page["data"]["tokens"])
                 check_room(page, step, size, steps)
                 press(driver, Keys.ARROW_RIGHT)
             press(driver, Keys.SPACE, tab_to="cache-switch")
@@ -228,6 +239,13 @@ def check_steps(driver: Chrome, size: tuple[int, int], counts: dict) -> None:
                 require("repeated cells light up without the cache",
                         was["past again"] != lit["past again"] == lit["now again"], True)
         press(driver, Keys.SPACE, tab_to="long-run")
+
+
+def check_controls(driver: Chrome) -> None:
+    for key, control, step in ((Keys.ENTER, "next", 4), (Keys.ENTER, "back", 3),
+                               (Keys.END, "step-slider", SHORT_RUN), (Keys.ENTER, "first", 1)):
+        press(driver, key, tab_to=control)
+        require(f"step after {control}", texts(driver)["step"], str(step))
 
 
 def check_bytes(driver: Chrome) -> None:
@@ -279,6 +297,7 @@ def check(driver: Chrome) -> None:
         check_quiet(driver)
     resize(driver, PHONE)
     driver.get(PAGE.as_uri())
+    check_controls(driver)
     check_bytes(driver)
     check_masks(driver, 5, 3)
     press(driver, Keys.END, tab_to="cached")
@@ -332,9 +351,12 @@ def write_data() -> None:
 
 
 def draw(driver: Chrome, picture: str) -> None:
-    resize(driver, COMPUTER, 1.5)
+    resize(driver, COMPUTER)
     driver.get(PAGE.as_uri())
-    driver.save_screenshot(picture)
+    bottom = driver.execute_script(LOOK)["grids"][0]["legendBox"][3]
+    clip = {"x": 0, "y": 0, "width": COMPUTER[0], "height": bottom + 20, "scale": 1.5}
+    drawn = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip})
+    Path(picture).write_bytes(base64.b64decode(drawn["data"]))
 
 
 def main(argv: list[str] | None = None) -> int:
