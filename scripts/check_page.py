@@ -145,9 +145,8 @@ def check_numbers(page: dict, step: int, cached: bool, counts: dict) -> None:
         "projections-naive": naive["projections"], "repeats": naive["repeats"],
         "keys-cached": with_cache["keys"], "keys-naive": naive["keys"],
         "cache-bytes": kv_cache_bytes(sizes, step, element_size)}
-    found = {name: page["texts"][name] for name in expected}
-    require(f"numbers of step {step}", found,
-            {name: f"{number:,}" for name, number in expected.items()})
+    for name, number in expected.items():
+        require(f"step {step}, {name}", page["texts"][name], f"{number:,}")
     said = (f"1 position computed, {step - 1} read from the cache." if cached else
             f"{step} position{'s' * (step > 1)} computed, {step - 1} of them again.")
     fed, chosen = visible(page["data"]["tokens"])[step - 1 : step + 1]
@@ -190,6 +189,7 @@ def check_room(page: dict, step: int, size: tuple[int, int], steps: int) -> None
         current = [grid["now"][0]["box"], *grid["query"]]
         require(f"{name}, current row in view", [box for box in current if not inside(box, size)],
                 [])
+        require(f"{name}, controls in view", inside(page["first"][2], size), True)
         require(f"{name}, grid overflows sideways", grid["overflows"]
                 or max(box[2] for box in [grid["box"], *grid["marks"]]) > grid["panel"][2], False)
         if steps == SHORT_RUN and size != LANDSCAPE:
@@ -203,8 +203,9 @@ def check_looks(grids: list[dict], when: str) -> None:
     looks = {name.split()[1]: look for grid in grids for name, look in grid["looks"].items()
              if name.split()[0] == when}
     for part in ("letter", "colour", "shape"):
-        found = {looks[kind][part] for kind in ("computed", "again", "read")}
-        require(f"kinds of cells told by their {part} ({when})", len(found), 3)
+        found = {kind: look[part] for kind, look in looks.items()}
+        require(f"kinds of cells told by their {part} ({when}) in {found}",
+                len({found.get(kind) for kind in ("computed", "again", "read")} - {None}), 3)
 
 
 def check_steps(driver: Chrome, size: tuple[int, int], counts: dict) -> None:
