@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -151,20 +152,24 @@ def measure(
     return row
 
 
-def append_row(path: Path, row: dict, first: bool = False) -> None:
-    """Add one line, whole and on the disk, or leave the file as it was; the first creates it."""
-    line = (json.dumps(row, sort_keys=True, allow_nan=False) + "\n").encode()
-    with open(path, "xb" if first else "ab", buffering=0) as file:
-        before = os.fstat(file.fileno()).st_size
-        try:
-            if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+def append_line(path: Path, line: str, first: bool = False) -> None:
+    """Add a line, whole and on the disk, or leave the file as it was; the first line creates it.
+
+    Raises FileExistsError if the first line finds a file, OSError if a line cannot be written.
+    """
+    data = line.encode()
+    before = 0 if first else path.stat().st_size
+    file = open(path, "xb" if first else "ab", buffering=0)
+    try:
+        with file:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
-        except OSError as error:
-            file.truncate(before)
-            if before == 0:
-                path.unlink()
-            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+    except BaseException as error:  # the file is closed by now: Windows removes no open one
+        path.unlink() if first else os.truncate(path, before)
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
 
 
 def hardware_name(device: torch.device) -> str:
@@ -214,8 +219,8 @@ def cache_stage(args: argparse.Namespace) -> None:
 
     A row whose tokens differ is written first.
     """
-    try:
-        args.out.open("x").close()  # a file, a folder, a dangling link: all exist
+    try:  # a full disk should be named now, not after minutes of measuring
+        append_line(args.out, "\n", first=True)  # a file, a folder, a dangling link: all exist
     except FileExistsError:
         raise FileExistsError(f"{args.out} already contains a measurement") from None
     args.out.unlink()
@@ -256,7 +261,8 @@ def cache_stage(args: argparse.Namespace) -> None:
     for length in args.lengths:
         row = about | measure(model, prompt, length, args.repeats, report)
         row["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        append_row(args.out, row, first=not rows)
+        line = json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
+        append_line(args.out, line, first=not rows)
         rows.append(row)
         if not row["greedy_equal"]:
             raise RuntimeError(f"cached generation changed greedy output at length {length}")
@@ -271,22 +277,23 @@ def text_pieces(
 ) -> Iterator[str]:
     """The prompt's text, then the new tokens' as they come; joined, `decode` of them all.
 
-    A character made of several byte tokens is held back until its last byte is there.
+    A character made of several byte tokens is held back until its last byte is there: up to then
+    the decoded text ends in replacement characters.
     """
-    ids = list(prompt)
-    shown = tokenizer.decode(ids)
-    yield shown
-    for token in new:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(shown) :]
-            shown = text
+    ids, shown = [], ""
+    for more in itertools.chain([prompt], ([token] for token in new)):
+        ids += more
+        text = tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        yield text[len(shown) :]
+        shown = text
     yield tokenizer.decode(ids)[len(shown) :]
 
 
 def generate_stage(args: argparse.Namespace) -> None:
-    """Stream the prompt's continuation to stdout, and its speed to stderr."""
+    """Stream the prompt's continuation to stdout, then times and cache bytes to stderr.
+
+    The pass over the prompt also gives the first new token. The speed is that of the later ones.
+    """
     prompt = args.prompt.encode(errors="surrogateescape")  # as the shell gave it
     if prompt == b"-":
         if sys.stdin is None:
@@ -304,40 +311,47 @@ def generate_stage(args: argparse.Namespace) -> None:
     generator = torch.Generator(device).manual_seed(args.seed)
     tokens = model.stream(
         torch.tensor([ids], device=device), args.tokens, cached=not args.no_cache,
-        temperature=args.temperature, top_k=args.top_k, generator=generator,
+        temperature=args.temperature, top_k=args.top_k or None, generator=generator,
     )
-    made = []
+    arrivals = []
 
     def until_end_of_text() -> Iterator[int]:
-        for token in tokens:
-            made.append(token.item())
-            if made[-1] == tokenizer.eos_id():
+        for token in map(Tensor.item, tokens):
+            arrivals.append(time.perf_counter())
+            if token == tokenizer.eos_id():
                 return
-            yield made[-1]
+            yield token
 
     start = time.perf_counter()
     for piece in text_pieces(tokenizer, ids, until_end_of_text()):
         print(piece, end="", flush=True)
-    seconds = time.perf_counter() - start
     print(flush=True)
-    positions = min(len(ids) + len(made) - 1, model.config.context_length)
+    made, seconds = len(arrivals), arrivals[-1] - arrivals[0]
+    speed = f", {(made - 1) / seconds:.1f} tokens/s" if made > 1 else ""
+    positions = min(len(ids) + made - 1, model.config.context_length)
     element_size = model.token_embedding.weight.element_size()
     held = 0 if args.no_cache else kv_cache_bytes(model.config, positions, element_size)
-    say(f"{len(made)} tokens, {len(made) / seconds:.1f} tokens/s, {held:,} cache bytes")
+    say(f"prompt: {len(ids)} tokens in {arrivals[0] - start:.2f} s; "
+        f"text: {made} tokens{speed}; {held:,} cache bytes")
 
 
-def positive(text: str, most: int = 10**9) -> int:
-    value = int(text)
-    if not 1 <= value <= most:
-        raise argparse.ArgumentTypeError(f"must be from 1 to {most}, got {value}")
-    return value
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """An argparse type: an integer from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be an integer from {least} to {most}, got {text!r}")
+        return value
+
+    return parse
 
 
-def seed(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, got {value}")
-    return value
+positive = integer(1, 10**9)
 
 
 def temperature(text: str) -> float:
@@ -356,30 +370,39 @@ def device_name(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one stage; returns the exit status. Wrong arguments leave through argparse with 2."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--checkpoint", type=Path, default=CHECKPOINTS / "octlm-26m.pt")
-    common.add_argument("--tokenizer", type=Path, default=CHECKPOINTS / "tokenizer.model")
+    common.add_argument("--checkpoint", type=Path, default=CHECKPOINTS / "octlm-26m.pt",
+                        help="(default: %(default)s)")
+    common.add_argument("--tokenizer", type=Path, default=CHECKPOINTS / "tokenizer.model",
+                        help="(default: %(default)s)")
     common.add_argument("--device", type=device_name, default="auto",
-                        help="auto, cpu, cuda or cuda:N")
+                        help="auto, cpu, cuda or cuda:N (default: %(default)s: CUDA if available)")
     common.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
-                        help="auto: float16 on CUDA, float32 on CPU")
-    common.add_argument("--threads", type=lambda text: positive(text, 1024),
+                        help="(default: %(default)s: float16 on CUDA, float32 on CPU)")
+    common.add_argument("--threads", type=integer(1, 1024),
                         help="CPU threads (default: PyTorch's choice)")
     parser = argparse.ArgumentParser(
         prog="day5.py", description="What the key-value cache buys on a trained 26M model.")
     stages = parser.add_subparsers(dest="stage", required=True)
 
     cache = stages.add_parser("cache", parents=[common], help="measure naive against cached")
-    cache.add_argument("--lengths", type=positive, nargs="+", default=[64, 256, 512])
+    cache.add_argument("--lengths", type=positive, nargs="+", default=[64, 256, 512],
+                       help="numbers of new tokens (default: 64 256 512)")
     cache.add_argument("--out", type=Path, required=True, help="new file for the JSONL rows")
-    cache.add_argument("--repeats", type=positive, default=3)
+    cache.add_argument("--repeats", type=positive, default=3,
+                       help="timed runs of each path and length (default: %(default)s)")
 
     generate = stages.add_parser("generate", parents=[common], help="stream text")
     generate.add_argument("--prompt", default="Once upon a time",
-                          help="- reads standard input, without its last newline")
-    generate.add_argument("--tokens", type=positive, default=200, help="at most this many")
-    generate.add_argument("--temperature", type=temperature, default=0.8, help="0 is greedy")
-    generate.add_argument("--top-k", type=positive, default=40)
-    generate.add_argument("--seed", type=seed, default=0)
+                          help="- reads standard input, without its last newline "
+                               "(default: %(default)s)")
+    generate.add_argument("--tokens", type=positive, default=200,
+                          help="at most this many (default: %(default)s)")
+    generate.add_argument("--temperature", type=temperature, default=0.8,
+                          help="0 is greedy (default: %(default)s)")
+    generate.add_argument("--top-k", type=integer(0, 10**9), default=40,
+                          help="from so many likeliest tokens; 0: all (default: %(default)s)")
+    generate.add_argument("--seed", type=integer(0, 2**63 - 1), default=0,
+                          help="of the random draws (default: %(default)s)")
     generate.add_argument("--no-cache", action="store_true", help="the naive path; the same text")
 
     args = parser.parse_args(argv)

@@ -1671,7 +1671,7 @@ def test_a_fault_is_one_line(arguments, fault: str, saved, tmp_path: Path, monke
     "cache --out a --lengths four", "cache --out a --repeats 0", "cache --out a --threads 0",
     "cache --out a --dtype float8", "cache --out a --device tpu",
     "cache --out a --device cuda:256", "cache --out a --threads 1000000", "measure --out a",
-    "generate --tokens 0", "generate --top-k 0", "generate --temperature nan",
+    "generate --tokens 0", "generate --top-k -1", "generate --temperature nan",
     "generate --temperature -1", "generate --seed x",
 ])
 def test_wrong_arguments_exit_with_2(arguments: str, tmp_path: Path, monkeypatch, capsys):
@@ -1746,19 +1746,20 @@ def test_interrupted_measurement_keeps_its_rows(tmp_path: Path, monkeypatch, cap
 def test_a_full_disk_leaves_the_rows_as_they_were(tmp_path: Path):
     """A write that is cut short: the row is taken back, and a file without rows removed."""
     path, row = tmp_path / "rows.jsonl", {"length": 64, "cached_seconds": [1.0] * 50}
-    day5.append_row(path, row, first=True)
+    line = json.dumps(row) + "\n"
+    day5.append_line(path, line, first=True)
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
         for full in (path, tmp_path / "new.jsonl"):
             with pytest.raises(OSError, match=full.name):
-                day5.append_row(full, row | {"more": "x" * 400}, first=full != path)
+                day5.append_line(full, 400 * "x" + "\n", first=full != path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["rows.jsonl"]
     with pytest.raises(FileExistsError):  # somebody else's rows, made in the meantime
-        day5.append_row(path, row, first=True)
-    day5.append_row(path, row)
+        day5.append_line(path, line, first=True)
+    day5.append_line(path, line)
     assert lines_of(path) == [row, row]
 
 
@@ -1851,7 +1852,7 @@ def test_text_is_streamed(limit: int, options, speller: Path, tokenizer, monkeyp
     positions = 0 if options else 1 + len(prompt) + made - 1  # BOS, but not the last token
     size = octlm.kv_cache_bytes(config, positions, 4)
     err = capsys.readouterr().err
-    assert err.startswith(f"{made} tokens, ") and err.endswith(f" {size:,} cache bytes\n")
+    assert f"text: {made} tokens" in err and err.endswith(f"; {size:,} cache bytes\n")
 
 
 def test_generate_gives_the_same_text_without_cache(trained, tokenizer, monkeypatch, capsys):
