@@ -5,7 +5,7 @@
 
 `cache` times naive and cached greedy generation in turn, asserts that their tokens are equal and
 that the cache holds exactly the bytes of the formula, and writes one JSON row per length.
-`generate` streams text. Exit status: 0 all holds, 1 something failed, 2 wrong arguments.
+`generate` streams text. Exit status: 0 if all holds, 1 if something failed, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def say(line: str) -> None:
-    """One line to stderr; that it is closed or full costs no measurement."""
+    """Print one line to stderr. A stderr that is closed or full must not end a measurement."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
 
 
 def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
-    """Raises FileNotFoundError or ValueError, naming the file, unless it can begin a text."""
-    if path.exists() and not path.is_file():  # reading names a missing one
+    """Read a sentencepiece model that has a BOS token.
+
+    Raises FileNotFoundError or ValueError, naming the file, if there is none in it.
+    """
+    if path.exists() and not path.is_file():  # a missing one is named by read_bytes
         raise ValueError(f"tokenizer {path} is not a file")
     try:
         tokenizer = sentencepiece.SentencePieceProcessor()
@@ -60,7 +63,7 @@ def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
 
 
 def load(args: argparse.Namespace) -> tuple[Decoder, sentencepiece.SentencePieceProcessor]:
-    """The model, on its device and in its dtype, and the tokenizer that belongs to it."""
+    """The model on its device and in its dtype, and the tokenizer. Resolves "auto" in `args`."""
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.device == "auto":
@@ -84,7 +87,7 @@ def load(args: argparse.Namespace) -> tuple[Decoder, sentencepiece.SentencePiece
 def timed_generation(
     model: Decoder, prompt: Tensor, length: int, cached: bool
 ) -> tuple[Tensor, float]:
-    """Greedy tokens [1, prompt + length] and the seconds that they took, device time included."""
+    """Greedy tokens [1, prompt + length] and the seconds until the device had made them all."""
     generate = model.generate_cached if cached else model.generate
     synchronize = torch.get_device_module(prompt.device).synchronize  # a no-op on the CPU
     synchronize(prompt.device)
@@ -95,7 +98,7 @@ def timed_generation(
 
 
 def explain_difference(model: Decoder, expected: Tensor, actual: Tensor) -> dict:
-    """Where two token rows [1, n] part, and how close the choice was there."""
+    """Where two rows of tokens [1, n] first differ, and how close the choice was there."""
     position = int((expected != actual).nonzero()[0, 1])
     prefix = expected[:, :position]
     with torch.inference_mode():
@@ -116,10 +119,10 @@ def explain_difference(model: Decoder, expected: Tensor, actual: Tensor) -> dict
 def measure(
     model: Decoder, prompt: Tensor, length: int, repeats: int, report: Callable[[int, int], None]
 ) -> dict:
-    """Time both paths in turn and check the cache's bytes; the fields that depend on the length.
+    """Time both paths in turn and count the cache's bytes, for one length.
 
-    Calls report(length, repeat) before each repeat. Raises RuntimeError if the cache holds other
-    bytes than the formula says.
+    Returns the fields of its row. Calls report(length, repeat) before each repeat. Raises
+    RuntimeError if the cache does not hold as many bytes as the formula says.
     """
     outputs, seconds = [], {False: [], True: []}
     for repeat in range(repeats):
@@ -153,7 +156,7 @@ def measure(
 
 
 def append_line(path: Path, line: str, first: bool = False) -> None:
-    """Add a line, whole and on the disk, or leave the file as it was; the first line creates it.
+    """Write a line to the disk, all of it, or leave the file as it was. The first creates the file.
 
     Raises FileExistsError if the first line finds a file, OSError if a line cannot be written.
     """
@@ -165,7 +168,7 @@ def append_line(path: Path, line: str, first: bool = False) -> None:
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
-    except BaseException as error:  # the file is closed by now: Windows removes no open one
+    except BaseException as error:  # the file is closed by now: Windows removes no open file
         path.unlink() if first else os.truncate(path, before)
         if isinstance(error, OSError):
             error.filename = str(path)
@@ -185,8 +188,8 @@ def hardware_name(device: torch.device) -> str:
 def markdown_table(rows: list[dict], fields: Sequence[str] = ()) -> str:
     """Rows of the cache stage as a Markdown table, led by a column for each of `fields`.
 
-    GB/s is the weights that the cached path read per second. A row whose tokens differ shows no
-    speed.
+    GB/s is the size of the weights times the cached tokens per second, because each token reads
+    every weight once. A row whose tokens differ shows no speed.
     """
 
     def rate(row: dict, path: str) -> str:
@@ -208,19 +211,19 @@ def markdown_table(rows: list[dict], fields: Sequence[str] = ()) -> str:
                       f"{row['cache_bytes']:,}", equal])
     widths = [max(map(len, column)) for column in zip(*cells)]
     spare = 79 - sum(width + 1 for width in widths)
-    pad = "" if 0 <= spare < 2 * len(widths) else " "  # left out where 80 columns need it
+    pad = "" if 0 <= spare < 2 * len(widths) else " "  # none if only that fits 80 columns
     cells.insert(1, ["-" * (width - 1) + ":" for width in widths])
     lines = [f"{pad}|{pad}".join(map(str.rjust, line, widths)) for line in cells]
     return "\n".join(f"|{pad}{line}{pad}|" for line in lines)
 
 
 def cache_stage(args: argparse.Namespace) -> None:
-    """Measure every length; raises on the first that does not hold.
+    """Measure every length and print the table. Raises at the first length that fails.
 
-    A row whose tokens differ is written first.
+    If its tokens differ, its row is written before that.
     """
-    try:  # a full disk should be named now, not after minutes of measuring
-        append_line(args.out, "\n", first=True)  # a file, a folder, a dangling link: all exist
+    try:  # what cannot be written should show now, not after minutes of measuring
+        append_line(args.out, "\n", first=True)  # a folder and a dangling link exist, too
     except FileExistsError:
         raise FileExistsError(f"{args.out} already contains a measurement") from None
     args.out.unlink()
@@ -249,7 +252,7 @@ def cache_stage(args: argparse.Namespace) -> None:
         timed_generation(model, prompt, min(8, *args.lengths), cached)
 
     started = time.perf_counter()
-    work = [n * (n + 128) for n in args.lengths for _ in range(args.repeats)]  # grows so, roughly
+    work = [n * (n + 128) for n in args.lengths for _ in range(args.repeats)]  # as time grows
 
     def report(length: int, repeat: int) -> None:
         done = len(rows) * args.repeats + repeat
@@ -275,10 +278,10 @@ def cache_stage(args: argparse.Namespace) -> None:
 def text_pieces(
     tokenizer: sentencepiece.SentencePieceProcessor, prompt: list[int], new: Iterable[int]
 ) -> Iterator[str]:
-    """The prompt's text, then the new tokens' as they come; joined, `decode` of them all.
+    """Yield the prompt's text, then the text of the new tokens as they come.
 
-    A character made of several byte tokens is held back until its last byte is there: up to then
-    the decoded text ends in replacement characters.
+    Joined, the pieces are `decode` of all tokens at once. While the last bytes of a character are
+    missing, the decoded text ends in replacement characters: these are held back.
     """
     ids, shown = [], ""
     for more in itertools.chain([prompt], ([token] for token in new)):
@@ -306,7 +309,7 @@ def generate_stage(args: argparse.Namespace) -> None:
     model, tokenizer = load(args)
     device = model.token_embedding.weight.device
     ids = [tokenizer.bos_id(), *tokenizer.encode(prompt)]
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character shows a "?"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show becomes "?"
         sys.stdout.reconfigure(errors="replace")
     generator = torch.Generator(device).manual_seed(args.seed)
     tokens = model.stream(
@@ -339,14 +342,10 @@ def integer(least: int, most: int) -> Callable[[str], int]:
     """An argparse type: an integer from `least` to `most`."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
+        if not (re.fullmatch("[0-9]{1,19}", text) and least <= int(text) <= most):
             raise argparse.ArgumentTypeError(
                 f"must be an integer from {least} to {most}, got {text!r}")
-        return value
+        return int(text)
 
     return parse
 
@@ -368,16 +367,16 @@ def device_name(text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one stage; returns the exit status. Wrong arguments leave through argparse with 2."""
+    """Run one stage and return the exit status. Wrong arguments end in argparse's SystemExit(2)."""
+    shown = "(default: %(default)s)"
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--checkpoint", type=Path, default=CHECKPOINTS / "octlm-26m.pt",
-                        help="(default: %(default)s)")
+    common.add_argument("--checkpoint", type=Path, default=CHECKPOINTS / "octlm-26m.pt", help=shown)
     common.add_argument("--tokenizer", type=Path, default=CHECKPOINTS / "tokenizer.model",
-                        help="(default: %(default)s)")
+                        help=shown)
     common.add_argument("--device", type=device_name, default="auto",
-                        help="auto, cpu, cuda or cuda:N (default: %(default)s: CUDA if available)")
+                        help=f"auto (CUDA if there is one), cpu, cuda or cuda:N {shown}")
     common.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
-                        help="(default: %(default)s: float16 on CUDA, float32 on CPU)")
+                        help=f"auto: float16 on CUDA, float32 on CPU {shown}")
     common.add_argument("--threads", type=integer(1, 1024),
                         help="CPU threads (default: PyTorch's choice)")
     parser = argparse.ArgumentParser(
@@ -388,21 +387,17 @@ def main(argv: list[str] | None = None) -> int:
     cache.add_argument("--lengths", type=positive, nargs="+", default=[64, 256, 512],
                        help="numbers of new tokens (default: 64 256 512)")
     cache.add_argument("--out", type=Path, required=True, help="new file for the JSONL rows")
-    cache.add_argument("--repeats", type=positive, default=3,
-                       help="timed runs of each path and length (default: %(default)s)")
+    cache.add_argument("--repeats", type=positive, default=3, help=f"timed runs of each {shown}")
 
     generate = stages.add_parser("generate", parents=[common], help="stream text")
     generate.add_argument("--prompt", default="Once upon a time",
-                          help="- reads standard input, without its last newline "
-                               "(default: %(default)s)")
-    generate.add_argument("--tokens", type=positive, default=200,
-                          help="at most this many (default: %(default)s)")
+                          help=f"- reads standard input, without its last newline {shown}")
+    generate.add_argument("--tokens", type=positive, default=200, help=f"at most so many {shown}")
     generate.add_argument("--temperature", type=temperature, default=0.8,
-                          help="0 is greedy (default: %(default)s)")
+                          help=f"0 is greedy {shown}")
     generate.add_argument("--top-k", type=integer(0, 10**9), default=40,
-                          help="from so many likeliest tokens; 0: all (default: %(default)s)")
-    generate.add_argument("--seed", type=integer(0, 2**63 - 1), default=0,
-                          help="of the random draws (default: %(default)s)")
+                          help=f"draw from the k likeliest tokens; 0: from all {shown}")
+    generate.add_argument("--seed", type=integer(0, 2**63 - 1), default=0, help=shown)
     generate.add_argument("--no-cache", action="store_true", help="the naive path; the same text")
 
     args = parser.parse_args(argv)
@@ -413,7 +408,7 @@ def main(argv: list[str] | None = None) -> int:
         kept = "; rows already written are kept" if args.stage == "cache" else ""
         say(f"day5.py: interrupted{kept}")
         return 1
-    except BrokenPipeError:  # as in `| head -1`; Python would flush once more and complain
+    except BrokenPipeError:  # as in `| head -1`; at exit Python flushes again, and would complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say("day5.py: standard output was closed")
         return 1
