@@ -1855,6 +1855,7 @@ def test_a_fault_is_one_line(arguments, fault: str, saved, tmp_path: Path, monke
     Path("folder").mkdir()
     Path("link.jsonl").symlink_to("nowhere.jsonl")
     before = sorted(os.listdir())
+    monkeypatch.setattr(day5, "timed_generation", lambda *_: pytest.fail("measured first"))
     run = Run(capsys, "cache", "--lengths", 4, "--out", "rows.jsonl", *arguments)
     assert (run.status, run.out, run.err.count("\n")) == (1, "", 1), run.err
     assert fault in run.err and sorted(os.listdir()) == before
@@ -1879,6 +1880,7 @@ def test_wrong_arguments_exit_with_2(
     arguments: str, fault: str, tmp_path: Path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(day5, "load", lambda args: pytest.fail("started"))
     run = Run(capsys, *arguments.split())
     assert run.status == 2 and run.out == "" and run.err.startswith("usage: day5.py")
     assert fault in run.err.splitlines()[-1] and "<lambda>" not in run.err
