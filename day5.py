@@ -5,7 +5,7 @@
 
 `cache` times naive and cached greedy generation in turn, asserts that their tokens are equal and
 that the cache holds exactly the bytes of the formula, and writes one JSON row per length.
-`generate` streams text. Exit status: 0 all holds, 1 something failed, 2 wrong arguments.
+`generate` streams text. Exit status: 0 if all holds, 1 if something failed, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -38,15 +39,18 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def say(line: str) -> None:
-    """One line to stderr; that it is closed or full costs no measurement."""
+    """Print one line to stderr. A stderr that is closed or full must not end a measurement."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
 
 
 def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
-    """Raises FileNotFoundError or ValueError, naming the file, unless it can begin a text."""
-    if path.exists() and not path.is_file():  # reading names a missing one
+    """Read a sentencepiece model that has a BOS token.
+
+    Raises FileNotFoundError or ValueError, naming the file, if there is none in it.
+    """
+    if path.exists() and not path.is_file():  # a missing one is named by read_bytes
         raise ValueError(f"tokenizer {path} is not a file")
     try:
         tokenizer = sentencepiece.SentencePieceProcessor()
@@ -59,7 +63,7 @@ def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
 
 
 def load(args: argparse.Namespace) -> tuple[Decoder, sentencepiece.SentencePieceProcessor]:
-    """The model, on its device and in its dtype, and the tokenizer that belongs to it."""
+    """The model on its device and in its dtype, and the tokenizer. Resolves "auto" in `args`."""
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.device == "auto":
@@ -83,7 +87,7 @@ def load(args: argparse.Namespace) -> tuple[Decoder, sentencepiece.SentencePiece
 def timed_generation(
     model: Decoder, prompt: Tensor, length: int, cached: bool
 ) -> tuple[Tensor, float]:
-    """Greedy tokens [1, prompt + length] and the seconds that they took, device time included."""
+    """Greedy tokens [1, prompt + length] and the seconds until the device had made them all."""
     generate = model.generate_cached if cached else model.generate
     synchronize = torch.get_device_module(prompt.device).synchronize  # a no-op on the CPU
     synchronize(prompt.device)
@@ -94,7 +98,7 @@ def timed_generation(
 
 
 def explain_difference(model: Decoder, expected: Tensor, actual: Tensor) -> dict:
-    """Where two token rows [1, n] part, and how close the choice was there."""
+    """Where two rows of tokens [1, n] first differ, and how close the choice was there."""
     position = int((expected != actual).nonzero()[0, 1])
     prefix = expected[:, :position]
     with torch.inference_mode():
@@ -115,10 +119,10 @@ def explain_difference(model: Decoder, expected: Tensor, actual: Tensor) -> dict
 def measure(
     model: Decoder, prompt: Tensor, length: int, repeats: int, report: Callable[[int, int], None]
 ) -> dict:
-    """Time both paths in turn and check the cache's bytes; the fields that depend on the length.
+    """Time both paths in turn and count the cache's bytes, for one length.
 
-    Calls report(length, repeat) before each repeat. Raises RuntimeError if the cache holds other
-    bytes than the formula says.
+    Returns the fields of its row. Calls report(length, repeat) before each repeat. Raises
+    RuntimeError if the cache does not hold as many bytes as the formula says.
     """
     outputs, seconds = [], {False: [], True: []}
     for repeat in range(repeats):
@@ -151,20 +155,24 @@ def measure(
     return row
 
 
-def append_row(path: Path, row: dict, first: bool = False) -> None:
-    """Add one line, whole and on the disk, or leave the file as it was; the first creates it."""
-    line = (json.dumps(row, sort_keys=True, allow_nan=False) + "\n").encode()
-    with open(path, "xb" if first else "ab", buffering=0) as file:
-        before = os.fstat(file.fileno()).st_size
-        try:
-            if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+def append_line(path: Path, line: str, first: bool = False) -> None:
+    """Write a line to the disk, all of it, or leave the file as it was. The first creates the file.
+
+    Raises FileExistsError if the first line finds a file, OSError if a line cannot be written.
+    """
+    data = line.encode()
+    before = 0 if first else path.stat().st_size
+    file = open(path, "xb" if first else "ab", buffering=0)
+    try:
+        with file:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
-        except OSError as error:
-            file.truncate(before)
-            if before == 0:
-                path.unlink()
-            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+    except BaseException as error:  # the file is closed by now: Windows removes no open file
+        path.unlink() if first else os.truncate(path, before)
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
 
 
 def hardware_name(device: torch.device) -> str:
@@ -180,8 +188,8 @@ def hardware_name(device: torch.device) -> str:
 def markdown_table(rows: list[dict], fields: Sequence[str] = ()) -> str:
     """Rows of the cache stage as a Markdown table, led by a column for each of `fields`.
 
-    GB/s is the weights that the cached path read per second. A row whose tokens differ shows no
-    speed.
+    GB/s is the size of the weights times the cached tokens per second, because each token reads
+    every weight once. A row whose tokens differ shows no speed.
     """
 
     def rate(row: dict, path: str) -> str:
@@ -203,19 +211,19 @@ def markdown_table(rows: list[dict], fields: Sequence[str] = ()) -> str:
                       f"{row['cache_bytes']:,}", equal])
     widths = [max(map(len, column)) for column in zip(*cells)]
     spare = 79 - sum(width + 1 for width in widths)
-    pad = "" if 0 <= spare < 2 * len(widths) else " "  # left out where 80 columns need it
+    pad = "" if 0 <= spare < 2 * len(widths) else " "  # none if only that fits 80 columns
     cells.insert(1, ["-" * (width - 1) + ":" for width in widths])
     lines = [f"{pad}|{pad}".join(map(str.rjust, line, widths)) for line in cells]
     return "\n".join(f"|{pad}{line}{pad}|" for line in lines)
 
 
 def cache_stage(args: argparse.Namespace) -> None:
-    """Measure every length; raises on the first that does not hold.
+    """Measure every length and print the table. Raises at the first length that fails.
 
-    A row whose tokens differ is written first.
+    If its tokens differ, its row is written before that.
     """
-    try:
-        args.out.open("x").close()  # a file, a folder, a dangling link: all exist
+    try:  # what cannot be written should show now, not after minutes of measuring
+        append_line(args.out, "\n", first=True)  # a folder and a dangling link exist, too
     except FileExistsError:
         raise FileExistsError(f"{args.out} already contains a measurement") from None
     args.out.unlink()
@@ -244,7 +252,7 @@ def cache_stage(args: argparse.Namespace) -> None:
         timed_generation(model, prompt, min(8, *args.lengths), cached)
 
     started = time.perf_counter()
-    work = [n * (n + 128) for n in args.lengths for _ in range(args.repeats)]  # grows so, roughly
+    work = [n * (n + 128) for n in args.lengths for _ in range(args.repeats)]  # as time grows
 
     def report(length: int, repeat: int) -> None:
         done = len(rows) * args.repeats + repeat
@@ -256,7 +264,8 @@ def cache_stage(args: argparse.Namespace) -> None:
     for length in args.lengths:
         row = about | measure(model, prompt, length, args.repeats, report)
         row["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        append_row(args.out, row, first=not rows)
+        line = json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
+        append_line(args.out, line, first=not rows)
         rows.append(row)
         if not row["greedy_equal"]:
             raise RuntimeError(f"cached generation changed greedy output at length {length}")
@@ -269,24 +278,25 @@ def cache_stage(args: argparse.Namespace) -> None:
 def text_pieces(
     tokenizer: sentencepiece.SentencePieceProcessor, prompt: list[int], new: Iterable[int]
 ) -> Iterator[str]:
-    """The prompt's text, then the new tokens' as they come; joined, `decode` of them all.
+    """Yield the prompt's text, then the text of the new tokens as they come.
 
-    A character made of several byte tokens is held back until its last byte is there.
+    Joined, the pieces are `decode` of all tokens at once. While the last bytes of a character are
+    missing, the decoded text ends in replacement characters: these are held back.
     """
-    ids = list(prompt)
-    shown = tokenizer.decode(ids)
-    yield shown
-    for token in new:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(shown) :]
-            shown = text
+    ids, shown = [], ""
+    for more in itertools.chain([prompt], ([token] for token in new)):
+        ids += more
+        text = tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        yield text[len(shown) :]
+        shown = text
     yield tokenizer.decode(ids)[len(shown) :]
 
 
 def generate_stage(args: argparse.Namespace) -> None:
-    """Stream the prompt's continuation to stdout, and its speed to stderr."""
+    """Stream the prompt's continuation to stdout, then times and cache bytes to stderr.
+
+    The pass over the prompt also gives the first new token. The speed is that of the later ones.
+    """
     prompt = args.prompt.encode(errors="surrogateescape")  # as the shell gave it
     if prompt == b"-":
         if sys.stdin is None:
@@ -299,45 +309,48 @@ def generate_stage(args: argparse.Namespace) -> None:
     model, tokenizer = load(args)
     device = model.token_embedding.weight.device
     ids = [tokenizer.bos_id(), *tokenizer.encode(prompt)]
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character shows a "?"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show becomes "?"
         sys.stdout.reconfigure(errors="replace")
     generator = torch.Generator(device).manual_seed(args.seed)
     tokens = model.stream(
         torch.tensor([ids], device=device), args.tokens, cached=not args.no_cache,
-        temperature=args.temperature, top_k=args.top_k, generator=generator,
+        temperature=args.temperature, top_k=args.top_k or None, generator=generator,
     )
-    made = []
+    arrivals = []
 
     def until_end_of_text() -> Iterator[int]:
-        for token in tokens:
-            made.append(token.item())
-            if made[-1] == tokenizer.eos_id():
+        for token in map(Tensor.item, tokens):
+            arrivals.append(time.perf_counter())
+            if token == tokenizer.eos_id():
                 return
-            yield made[-1]
+            yield token
 
     start = time.perf_counter()
     for piece in text_pieces(tokenizer, ids, until_end_of_text()):
         print(piece, end="", flush=True)
-    seconds = time.perf_counter() - start
     print(flush=True)
-    positions = min(len(ids) + len(made) - 1, model.config.context_length)
+    made, seconds = len(arrivals), arrivals[-1] - arrivals[0]
+    speed = f", {(made - 1) / seconds:.1f} tokens/s" if made > 1 else ""
+    positions = min(len(ids) + made - 1, model.config.context_length)
     element_size = model.token_embedding.weight.element_size()
     held = 0 if args.no_cache else kv_cache_bytes(model.config, positions, element_size)
-    say(f"{len(made)} tokens, {len(made) / seconds:.1f} tokens/s, {held:,} cache bytes")
+    say(f"prompt: {len(ids)} tokens in {arrivals[0] - start:.2f} s; "
+        f"text: {made} tokens{speed}; {held:,} cache bytes")
 
 
-def positive(text: str, most: int = 10**9) -> int:
-    value = int(text)
-    if not 1 <= value <= most:
-        raise argparse.ArgumentTypeError(f"must be from 1 to {most}, got {value}")
-    return value
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """An argparse type: an integer from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if not (re.fullmatch("[0-9]{1,19}", text) and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(
+                f"must be an integer from {least} to {most}, got {text!r}")
+        return int(text)
+
+    return parse
 
 
-def seed(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, got {value}")
-    return value
+positive = integer(1, 10**9)
 
 
 def temperature(text: str) -> float:
@@ -354,32 +367,37 @@ def device_name(text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one stage; returns the exit status. Wrong arguments leave through argparse with 2."""
+    """Run one stage and return the exit status. Wrong arguments end in argparse's SystemExit(2)."""
+    shown = "(default: %(default)s)"
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--checkpoint", type=Path, default=CHECKPOINTS / "octlm-26m.pt")
-    common.add_argument("--tokenizer", type=Path, default=CHECKPOINTS / "tokenizer.model")
+    common.add_argument("--checkpoint", type=Path, default=CHECKPOINTS / "octlm-26m.pt", help=shown)
+    common.add_argument("--tokenizer", type=Path, default=CHECKPOINTS / "tokenizer.model",
+                        help=shown)
     common.add_argument("--device", type=device_name, default="auto",
-                        help="auto, cpu, cuda or cuda:N")
+                        help=f"auto (CUDA if there is one), cpu, cuda or cuda:N {shown}")
     common.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
-                        help="auto: float16 on CUDA, float32 on CPU")
-    common.add_argument("--threads", type=lambda text: positive(text, 1024),
+                        help=f"auto: float16 on CUDA, float32 on CPU {shown}")
+    common.add_argument("--threads", type=integer(1, 1024),
                         help="CPU threads (default: PyTorch's choice)")
     parser = argparse.ArgumentParser(
         prog="day5.py", description="What the key-value cache buys on a trained 26M model.")
     stages = parser.add_subparsers(dest="stage", required=True)
 
     cache = stages.add_parser("cache", parents=[common], help="measure naive against cached")
-    cache.add_argument("--lengths", type=positive, nargs="+", default=[64, 256, 512])
+    cache.add_argument("--lengths", type=positive, nargs="+", default=[64, 256, 512],
+                       help="numbers of new tokens (default: 64 256 512)")
     cache.add_argument("--out", type=Path, required=True, help="new file for the JSONL rows")
-    cache.add_argument("--repeats", type=positive, default=3)
+    cache.add_argument("--repeats", type=positive, default=3, help=f"timed runs of each {shown}")
 
     generate = stages.add_parser("generate", parents=[common], help="stream text")
     generate.add_argument("--prompt", default="Once upon a time",
-                          help="- reads standard input, without its last newline")
-    generate.add_argument("--tokens", type=positive, default=200, help="at most this many")
-    generate.add_argument("--temperature", type=temperature, default=0.8, help="0 is greedy")
-    generate.add_argument("--top-k", type=positive, default=40)
-    generate.add_argument("--seed", type=seed, default=0)
+                          help=f"- reads standard input, without its last newline {shown}")
+    generate.add_argument("--tokens", type=positive, default=200, help=f"at most so many {shown}")
+    generate.add_argument("--temperature", type=temperature, default=0.8,
+                          help=f"0 is greedy {shown}")
+    generate.add_argument("--top-k", type=integer(0, 10**9), default=40,
+                          help=f"draw from the k likeliest tokens; 0: from all {shown}")
+    generate.add_argument("--seed", type=integer(0, 2**63 - 1), default=0, help=shown)
     generate.add_argument("--no-cache", action="store_true", help="the naive path; the same text")
 
     args = parser.parse_args(argv)
@@ -390,7 +408,7 @@ def main(argv: list[str] | None = None) -> int:
         kept = "; rows already written are kept" if args.stage == "cache" else ""
         say(f"day5.py: interrupted{kept}")
         return 1
-    except BrokenPipeError:  # as in `| head -1`; Python would flush once more and complain
+    except BrokenPipeError:  # as in `| head -1`; at exit Python flushes again, and would complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say("day5.py: standard output was closed")
         return 1

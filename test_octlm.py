@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import errno
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -1585,17 +1587,37 @@ class Run:
         self.out, self.err = capsys.readouterr()
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A checkpoint for the shipped tokenizer that costs next to nothing to run."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny.pt"
+    save_checkpoint(path, small_model(vocab_size=8192, context_length=512))
+    return path
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """What a full disk does: no file can be written beyond `size` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 @over_paths
 def test_the_timer_waits_for_the_device(cached: bool, monkeypatch):
     """A clock read while a GPU still works times nothing; one started too late, less."""
     events, name = [], "generate_cached" if cached else "generate"
-    clock = SimpleNamespace(perf_counter=lambda: events.append("clock") or 10 * len(events))
+    clock = SimpleNamespace(perf_counter=lambda: events.append("clock") or len(events) / 7)
     monkeypatch.setattr(day5, "time", clock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: events.append("device"))
-    model = SimpleNamespace(**{name: lambda *_: events.append(name)})
+    model = SimpleNamespace(**{name: lambda *given: events.append(given)})
     prompt = SimpleNamespace(device=torch.device("cuda"))
     _, seconds = day5.timed_generation(model, prompt, 5, cached)
-    assert events == ["device", "clock", name, "device", "clock"] and seconds == 50 - 20
+    assert events == ["device", "clock", (prompt, 5), "device", "clock"]
+    assert seconds == 5 / 7 - 2 / 7
 
 
 FIELDS = [
@@ -1610,7 +1632,9 @@ def test_cache_stage(tmp_path: Path, capsys):
     """As a user runs it, from another folder: fields, their values, and no second measurement."""
     command = [sys.executable, HERE / "day5.py", "cache", "--lengths", "4", "8", "--repeats", "2"]
     command += ["--device", "cpu", "--threads", "1", "--out", "rows.jsonl"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}  # the default that --threads overrides
+    start = datetime.now(timezone.utc).replace(microsecond=0)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     path = tmp_path / "rows.jsonl"
     for line, length in zip(path.read_text().splitlines(), (4, 8), strict=True):
@@ -1619,8 +1643,7 @@ def test_cache_stage(tmp_path: Path, capsys):
         naive, cached = row["naive_seconds"], row["cached_seconds"]
         assert len(naive) == len(cached) == 2 and min(naive + cached) > 0
         naive, cached = statistics.median(naive), statistics.median(cached)
-        age = datetime.now(timezone.utc) - datetime.fromisoformat(row["time"])
-        assert 0 <= age.total_seconds() < 120 and row["hardware"].strip()
+        assert start <= datetime.fromisoformat(row["time"]) <= datetime.now(timezone.utc)
         expected = {
             "type": "cache_benchmark", "length": length, "greedy_equal": True, "device": "cpu",
             "naive_tokens_per_second": length / naive, "speedup": naive / cached,
@@ -1638,15 +1661,186 @@ def test_cache_stage(tmp_path: Path, capsys):
     assert "already contains a measurement" in again.err and path.read_bytes() == before
 
 
+# The naive path's share of each repeat's time. Its median is 0.7: no mean, no first, no last.
+SHARES = {64: (0.9, 0.1, 0.7), 256: (0.7, 0.9, 0.1), 512: (0.1, 0.7, 0.9)}
+
+
+def test_the_cache_stage_on_a_chosen_clock(tiny: Path, tmp_path: Path, monkeypatch, capsys):
+    """With its default lengths and repeats: what it does, in which order, and what it reports.
+
+    Each repeat takes length * (length + 128) ms, so that the time left is known.
+    """
+    monkeypatch.chdir(tmp_path)
+    out, events, clock, load = Path("rows.jsonl"), [], [0.0], day5.load
+
+    def timed(model: Decoder, prompt: Tensor, length: int, cached: bool) -> tuple[Tensor, float]:
+        assert prompt.tolist() == [[1]] and {w.dtype for w in model.parameters()} == {torch.float16}
+        share = SHARES[length][events.count((length, cached))] if length in SHARES else 0.5
+        seconds = (1 - share if cached else share) * length * (length + 128) / 1000
+        clock[0] += seconds if length in SHARES else 0.0
+        events.append((length, cached))
+        return torch.arange(1, length + 2)[None], seconds
+
+    def loaded(args: argparse.Namespace) -> tuple:
+        events.append(("loaded", out.exists()))
+        return load(args)
+
+    def synced(file: int) -> None:
+        events.append(("synced", out.read_text().count("\n")))
+
+    monkeypatch.setattr(day5, "timed_generation", timed)
+    monkeypatch.setattr(day5, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(day5, "load", loaded)
+    monkeypatch.setattr(os, "fsync", synced)
+    threads = torch.get_num_threads()
+    try:
+        run = Run(capsys, "cache", "--checkpoint", tiny, "--device", "cpu", "--dtype", "float16",
+                  "--threads", threads + 1, "--out", out)
+    finally:
+        torch.set_num_threads(threads)
+    assert run.status == 0, run.err
+    expected = [("synced", 1), ("loaded", False), (8, False), (8, True)]
+    for count, length in enumerate(SHARES, start=1):
+        expected += [(length, False), (length, True)] * 3 + [("synced", count)]
+    assert events == expected
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = {line.split(": ", 1)[1] for line in lines if line.startswith("model name")}
+    parameters = sum(weight.numel() for weight in load_checkpoint(tiny).parameters())
+    rows = lines_of(out)
+    for row, (length, shares) in zip(rows, SHARES.items(), strict=True):
+        naive = [share * length * (length + 128) / 1000 for share in shares]
+        cached = [(1 - share) * length * (length + 128) / 1000 for share in shares]
+        middle = shares.index(0.7)
+        assert row.pop("hardware") in (names or {platform.processor() or platform.machine()})
+        assert row.pop("time")
+        assert row == {
+            "type": "cache_benchmark", "length": length, "greedy_equal": True, "device": "cpu",
+            "naive_seconds": naive, "naive_tokens_per_second": length / naive[middle],
+            "cached_seconds": cached, "cached_tokens_per_second": length / cached[middle],
+            "speedup": naive[middle] / cached[middle], "cache_bytes": 2 * 2 * 2 * 8 * length * 2,
+            "weight_bytes": 2 * parameters, "dtype": "torch.float16", "threads": threads + 1,
+            "python": platform.python_version(), "pytorch": torch.__version__,
+            "checkpoint_sha256": hashlib.sha256(tiny.read_bytes()).hexdigest(),
+        }
+    assert run.out.startswith(day5.markdown_table(rows) + "\n")
+    left = [", about 1303 s left", ", about 1290 s left", ", about 1278 s left",
+            ", about 1180 s left", ", about 1081 s left", ", about 983 s left",
+            ", about 655 s left", ", about 328 s left"]
+    turns = [f"length {n}, repeat {repeat} of 3" for n in SHARES for repeat in (1, 2, 3)]
+    assert run.err.splitlines() == list(map(str.__add__, turns, ["", *left]))
+
+
+@pytest.mark.parametrize("wrong", range(6))
+def test_a_difference_in_any_repeat(wrong: int, tiny, tmp_path: Path, monkeypatch, capsys):
+    """One of the six timed runs chose another token, whichever path and repeat it is."""
+    runs, out = itertools.count(-2), tmp_path / "rows.jsonl"  # the first two only warm up
+
+    def timed(*_) -> tuple[Tensor, float]:
+        return torch.tensor([[1, 5, 6, 7 + (next(runs) == wrong), 8]]), 1.0
+
+    monkeypatch.setattr(day5, "timed_generation", timed)
+    run = Run(capsys, "cache", "--checkpoint", tiny, "--lengths", 4, "--out", out)
+    assert (run.status, run.out) == (1, "") and next(runs) == 6
+    assert run.err.endswith("day5.py: cached generation changed greedy output at length 4\n")
+    row, = lines_of(out)
+    assert row["greedy_equal"] is False and row["first_difference"] == 3
+    assert row["tokens"] == ([8, 7] if wrong == 0 else [7, 8])
+
+
+def test_max_logit_difference_is_over_all_positions(monkeypatch):
+    """And absolute: the largest distance is below zero, and not at the last position."""
+    right, shifts = Decoder.forward_cached, {2: -0.5, 5: 0.25}
+
+    def shifted(self: Decoder, token_ids: Tensor, cache: octlm.Cache | None = None):
+        logits, cache = right(self, token_ids, cache)
+        return logits + shifts.get(cache[0][0].shape[2] - 1, 0.0) * F.one_hot(
+            torch.tensor(7), SMALL.vocab_size), cache
+
+    monkeypatch.setattr(Decoder, "forward_cached", shifted)
+    expected = random_ids(1, 9)
+    actual = expected.clone()
+    actual[0, 6:] = (actual[0, 6:] + 1) % SMALL.vocab_size
+    row = day5.explain_difference(small_model(), expected, actual)
+    assert row["first_difference"] == 6
+    assert row["max_logit_difference"] == pytest.approx(0.5, abs=1e-4)
+
+
+def test_a_row_without_numbers_is_not_written(tiny, tmp_path: Path, monkeypatch, capsys):
+    """NaN is no JSON."""
+    monkeypatch.setattr(day5, "timed_generation", lambda *_: (torch.tensor([[1, 2]]), math.nan))
+    run = Run(capsys, "cache", "--checkpoint", tiny, "--lengths", 1, "--out", tmp_path / "rows")
+    assert (run.status, run.out) == (1, "") and "JSON" in run.err.splitlines()[-1]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("fault, said", [
+    (None, "rows.jsonl already contains a measurement"),
+    (OSError(errno.EINVAL, "no fsync here"), "no fsync here: 'rows.jsonl'"),
+    (KeyboardInterrupt(), "interrupted"), (0, "'rows.jsonl'"),
+], ids=["existing", "no fsync", "Ctrl-C", "full disk"])
+def test_out_is_tried_before_anything_is_loaded(fault, said: str, tmp_path, monkeypatch, capsys):
+    """By a byte that has to reach the disk. What cannot be kept is closed, then removed."""
+    files, unlink = [], Path.unlink
+
+    def opened(*arguments, **options) -> io.FileIO:
+        files.append(open(*arguments, **options))
+        return files[-1]
+
+    def removed(path: Path, *arguments) -> None:
+        assert files[-1].closed  # or Windows would refuse
+        unlink(path, *arguments)
+
+    def failed(file: int) -> None:
+        raise fault
+
+    monkeypatch.chdir(tmp_path)
+    if fault is None:
+        Path("rows.jsonl").write_text("rows\n")
+    monkeypatch.setattr(day5, "load", lambda args: pytest.fail("loaded first"))
+    monkeypatch.setattr(day5, "open", opened, raising=False)
+    monkeypatch.setattr(Path, "unlink", removed)
+    if isinstance(fault, BaseException):
+        monkeypatch.setattr(os, "fsync", failed)
+    with file_size_limit(0) if fault == 0 else contextlib.nullcontext():
+        run = Run(capsys, "cache", "--out", "rows.jsonl")
+    assert (run.status, run.out, run.err.count("\n")) == (1, "", 1) and said in run.err
+    assert os.listdir() == (["rows.jsonl"] if fault is None else [])
+    assert fault is not None or Path("rows.jsonl").read_text() == "rows\n"
+
+
+@pytest.mark.parametrize("given, expected", [
+    ("auto auto", ("cuda", torch.float16)), ("auto float32", ("cuda", torch.float32)),
+    ("cuda:1 bfloat16", ("cuda:1", torch.bfloat16)), ("cpu auto", ("cpu", torch.float32)),
+    ("cpu float16", ("cpu", torch.float16)),
+])
+def test_the_model_goes_to_its_device_in_its_dtype(given: str, expected: tuple, monkeypatch):
+    """On a machine with two GPUs, each called by its name in the rows."""
+    asked = []
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=8192),
+                            to=lambda device, dtype: asked.append((str(device), dtype)) or model)
+    monkeypatch.setattr(day5, "load_checkpoint", lambda path: model)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", "GPU of {}".format)
+    device, dtype = given.split()
+    day5.load(argparse.Namespace(
+        checkpoint=CHECKPOINT, tokenizer=TOKENIZER, threads=None, device=device, dtype=dtype))
+    assert asked == [expected]
+    assert day5.hardware_name(torch.device("cuda:1")) == "GPU of cuda:1"
+
+
 @pytest.mark.parametrize("arguments, fault", [
     (["--out", "link.jsonl"], "link.jsonl already contains a measurement"),
     (["--out", "folder"], "folder already contains a measurement"),
     (["--out", "none/rows.jsonl"], "none/rows.jsonl"),
-    (["--lengths", "4", "513"], "cache benchmark requires SDPA and lengths within context"),
+    (["--lengths", "513", "4"], "cache benchmark requires SDPA and lengths within context"),
+    (["--lengths", "4", "513", "8"], "cache benchmark requires SDPA and lengths within context"),
     (["--checkpoint", "window.pt"], "cache benchmark requires SDPA and lengths within context"),
     (["--checkpoint", "manual.pt"], "cache benchmark requires SDPA and lengths within context"),
-    (["--checkpoint", "none.pt"], "none.pt"),
-    (["--checkpoint", "small.pt"], "61"),
+    (["--checkpoint", "none.pt"], "No such file or directory: 'none.pt'"),
+    (["--checkpoint", "small.pt"], "small.pt has 61: they do not belong together"),
     (["--checkpoint", TOKENIZER], "tokenizer.model"),
     (["--tokenizer", "none.model"], "none.model"),
     (["--tokenizer", CHECKPOINT], "octlm-26m.pt"),
@@ -1661,28 +1855,56 @@ def test_a_fault_is_one_line(arguments, fault: str, saved, tmp_path: Path, monke
     Path("folder").mkdir()
     Path("link.jsonl").symlink_to("nowhere.jsonl")
     before = sorted(os.listdir())
+    monkeypatch.setattr(day5, "timed_generation", lambda *_: pytest.fail("measured first"))
     run = Run(capsys, "cache", "--lengths", 4, "--out", "rows.jsonl", *arguments)
     assert (run.status, run.out, run.err.count("\n")) == (1, "", 1), run.err
     assert fault in run.err and sorted(os.listdir()) == before
 
 
-@pytest.mark.parametrize("arguments", [
-    "", "cache", "cache --out a --lengths 0", "cache --out a --lengths 4 -1",
-    "cache --out a --lengths four", "cache --out a --repeats 0", "cache --out a --threads 0",
-    "cache --out a --dtype float8", "cache --out a --device tpu",
-    "cache --out a --device cuda:256", "cache --out a --threads 1000000", "measure --out a",
-    "generate --tokens 0", "generate --top-k 0", "generate --temperature nan",
-    "generate --temperature -1", "generate --seed x",
+@pytest.mark.parametrize("arguments, fault", [
+    ("", "stage"), ("cache", "--out"), ("measure --out a", "measure"),
+    ("cache --out a --lengths 0", "--lengths: must be an integer from 1 to 1000000000, got '0'"),
+    ("cache --out a --lengths 4 -1", "-1"), ("cache --out a --lengths four", "got 'four'"),
+    ("cache --out a --repeats 0", "--repeats: must be an integer from 1 to"),
+    ("cache --out a --threads 0", "--threads: must be an integer from 1 to 1024, got '0'"),
+    ("cache --out a --threads 1025", "got '1025'"), ("cache --out a --threads abc", "got 'abc'"),
+    ("cache --out a --dtype float8", "float8"), ("cache --out a --device tpu", "got 'tpu'"),
+    ("cache --out a --device cuda:256", "got 'cuda:256'"),
+    ("generate --tokens 0", "--tokens: must be an integer from 1 to"),
+    ("generate --top-k -1", "--top-k: must be an integer from 0 to"),
+    ("generate --temperature nan", "got nan"), ("generate --temperature -1", "got -1"),
+    ("generate --temperature hot", "hot"), ("generate --seed x", "got 'x'"),
+    ("generate --seed -1", "--seed: must be an integer from 0 to"),
 ])
-def test_wrong_arguments_exit_with_2(arguments: str, tmp_path: Path, monkeypatch, capsys):
+def test_wrong_arguments_exit_with_2(
+    arguments: str, fault: str, tmp_path: Path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(day5, "load", lambda args: pytest.fail("started"))
     run = Run(capsys, *arguments.split())
-    assert run.status == 2 and run.out == "" and "usage: day5.py" in run.err
+    assert run.status == 2 and run.out == "" and run.err.startswith("usage: day5.py")
+    assert fault in run.err.splitlines()[-1] and "<lambda>" not in run.err
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("stage, defaults", [
+    ("cache", {"lengths": "64 256 512", "repeats": 3}),
+    ("generate", {"prompt": "Once upon a time", "tokens": 200, "temperature": 0.8, "top-k": 40,
+                  "seed": 0}),
+])
+def test_help_shows_the_defaults(stage: str, defaults: dict, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")  # paths are not broken into two lines
+    run = Run(capsys, stage, "--help")
+    parts = [part.split() for part in run.out.partition("options:")[2].split("  --")]
+    options = {name: " ".join(rest) for name, *rest in parts}
+    defaults = defaults | {"checkpoint": CHECKPOINT, "tokenizer": TOKENIZER, "device": "auto",
+                           "dtype": "auto", "threads": "PyTorch's choice"}
+    for name, value in defaults.items():
+        assert options[name].endswith(f"(default: {value})"), name
+
+
 @pytest.mark.parametrize("place", ["generate_cached", "forward_cached"])
-def test_no_speed_is_shown_for_other_tokens(place, trained, tmp_path: Path, monkeypatch, capsys):
+def test_no_speed_is_shown_for_other_tokens(place, tiny, tmp_path: Path, monkeypatch, capsys):
     """A decoder made wrong on purpose, from position 6 on: the first length does not show it."""
     right = getattr(Decoder, place)
 
@@ -1697,13 +1919,14 @@ def test_no_speed_is_shown_for_other_tokens(place, trained, tmp_path: Path, monk
             logits = logits.roll(1, dims=-1)
         return logits, cache
 
-    truth = trained.generate(torch.tensor([[1]]), 8)
-    logits = trained(truth[:, :6])[0].detach()
+    model = load_checkpoint(tiny)
+    truth = model.generate(torch.tensor([[1]]), 8)
+    logits = model(truth[:, :6])[0].detach()
     wrong = wrong_tokens if place == "generate_cached" else wrong_logits
     monkeypatch.setattr(Decoder, place, wrong)
     out = tmp_path / "rows.jsonl"
     run = Run(capsys, "cache", "--lengths", 4, 8, 12, "--repeats", 1, "--device", "cpu",
-              "--dtype", "float32", "--out", out)
+              "--dtype", "float32", "--checkpoint", tiny, "--out", out)
     assert (run.status, run.out) == (1, "") and "Traceback" not in run.err
     last = run.err.splitlines()[-1]
     assert "cached generation changed greedy output at length 8" in last
@@ -1746,19 +1969,17 @@ def test_interrupted_measurement_keeps_its_rows(tmp_path: Path, monkeypatch, cap
 def test_a_full_disk_leaves_the_rows_as_they_were(tmp_path: Path):
     """A write that is cut short: the row is taken back, and a file without rows removed."""
     path, row = tmp_path / "rows.jsonl", {"length": 64, "cached_seconds": [1.0] * 50}
-    day5.append_row(path, row, first=True)
-    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    line = json.dumps(row) + "\n"
+    day5.append_line(path, line, first=True)
+    before = path.read_bytes()
+    with file_size_limit(len(before) + 20):
         for full in (path, tmp_path / "new.jsonl"):
             with pytest.raises(OSError, match=full.name):
-                day5.append_row(full, row | {"more": "x" * 400}, first=full != path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+                day5.append_line(full, 900 * "x" + "\n", first=full != path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["rows.jsonl"]
     with pytest.raises(FileExistsError):  # somebody else's rows, made in the meantime
-        day5.append_row(path, row, first=True)
-    day5.append_row(path, row)
+        day5.append_line(path, line, first=True)
+    day5.append_line(path, line)
     assert lines_of(path) == [row, row]
 
 
@@ -1804,10 +2025,21 @@ def test_a_terminal_without_the_character():
     assert done.returncode == 0 and done.stdout.startswith("?")
 
 
-def test_output_to_a_closed_pipe():
-    command = f"'{sys.executable}' '{HERE / 'day5.py'}' generate --tokens 400 | head -c 5"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.stdout == "Once " and done.stderr == "day5.py: standard output was closed\n"
+@pytest.mark.parametrize("target, said", [
+    ("pipe", "day5.py: standard output was closed\n"),
+    ("/dev/full", "day5.py: [Errno 28] No space left on device\n"),
+])
+def test_an_unwritable_stdout_is_a_failure(target: str, said: str, tiny: Path):
+    """The exit status is that of the command itself, not that of a shell's pipe."""
+    if target == "pipe":
+        reader, stdout = os.pipe()
+        os.close(reader)
+    else:
+        stdout = os.open(target, os.O_WRONLY)
+    command = [sys.executable, HERE / "day5.py", "generate", "--tokens", "2", "--checkpoint", tiny]
+    with open(stdout, "wb") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 PROMPT, STORY = "  Ønce", " né 👩\u200d👩\u200d👧  two  spaces\n\tשלום <s> 日本 \n"
@@ -1851,19 +2083,76 @@ def test_text_is_streamed(limit: int, options, speller: Path, tokenizer, monkeyp
     positions = 0 if options else 1 + len(prompt) + made - 1  # BOS, but not the last token
     size = octlm.kv_cache_bytes(config, positions, 4)
     err = capsys.readouterr().err
-    assert err.startswith(f"{made} tokens, ") and err.endswith(f" {size:,} cache bytes\n")
+    assert f"text: {made} tokens" in err and err.endswith(f"; {size:,} cache bytes\n")
 
 
 def test_generate_gives_the_same_text_without_cache(trained, tokenizer, monkeypatch, capsys):
-    """The defaults, sampled; the prompt also from standard input."""
+    """The defaults, sampled; with the cache by one cached pass per token, without it by none."""
     ids = torch.tensor([[1, *tokenizer.encode("Once upon a time")]])
-    made = trained.generate(ids, 60, temperature=0.8, top_k=40, generator=seeded(0))[0].tolist()
-    text = tokenizer.decode(made[: made.index(2)] if 2 in made else made)
-    stdin = io.TextIOWrapper(io.BytesIO(b"Once upon a time\n"))
-    monkeypatch.setattr(sys, "stdin", stdin)
-    for options in ([], ["--no-cache"], ["--prompt", "-"]):
-        run = Run(capsys, "generate", "--tokens", 60, "--device", "cpu", *options)
-        assert (run.status, run.out, run.err.count("\n")) == (0, text + "\n", 1)
+    made = trained.generate(ids, 30, temperature=0.8, top_k=40, generator=seeded(0))[0].tolist()
+    assert 2 not in made
+    passes, right = [], Decoder.forward_cached
+    monkeypatch.setattr(Decoder, "forward_cached",
+                        lambda *given: passes.append(1) or right(*given))
+    for options, count in (([], 30), (["--no-cache"], 0)):
+        run = Run(capsys, "generate", "--tokens", 30, "--device", "cpu", *options)
+        assert (run.status, run.out) == (0, tokenizer.decode(made) + "\n")
+        assert run.err.count("\n") == 1 and len(passes) == count
+        passes.clear()
+
+
+@pytest.mark.parametrize("options, stdin, expected", [
+    ([], b"", {}),
+    (["--tokens", 3, "--temperature", 0.5, "--top-k", 7, "--seed", 2**63 - 1], b"",
+     {"count": 3, "temperature": 0.5, "top_k": 7, "seed": 2**63 - 1}),
+    (["--no-cache", "--top-k", 0], b"", {"cached": False, "top_k": None}),
+    (["--prompt", "-"], b" a\r\n\tb  \n\n", {"prompt": " a\r\n\tb  \n"}),
+    (["--prompt", "-"], b"", {"prompt": ""}),
+    (["--prompt", ""], b"x", {"prompt": ""}),
+    (["--prompt", "a b " * 300], b"", {"prompt": "a b " * 300}),
+], ids=["defaults", "sampling", "no cache", "stdin", "nothing on stdin", "empty", "long"])
+def test_what_generate_asks_of_the_model(
+    options: list, stdin: bytes, expected: dict, tiny, tokenizer, monkeypatch, capsys
+):
+    """And what it says of the answer; only EOS (2) ends it, not BOS, an unknown token or a byte."""
+    clock, given, rest = itertools.count(10, 2), {}, iter([5, 1, 0, 16, 9000 - 8192, 2, 5])
+
+    def stream(model, ids: Tensor, count: int, cached=True, *, temperature, top_k, generator):
+        given.update(prompt=ids.tolist(), count=count, cached=cached, temperature=temperature,
+                     top_k=top_k, seed=generator.initial_seed())
+        return (torch.tensor([[token]]) for token in rest)
+
+    monkeypatch.setattr(Decoder, "stream", stream)
+    monkeypatch.setattr(day5, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    run = Run(capsys, "generate", "--checkpoint", tiny, "--device", "cpu", *options)
+    expected = {"prompt": "Once upon a time", "count": 200, "cached": True, "temperature": 0.8,
+                "top_k": 40, "seed": 0} | expected
+    ids = [1, *tokenizer.encode(expected["prompt"])]
+    assert given == expected | {"prompt": [ids]} and list(rest) == [5]
+    assert (run.status, run.out) == (0, tokenizer.decode([*ids, 5, 1, 0, 16, 808]) + "\n")
+    held = 2 * 2 * 2 * 8 * 4 * min(len(ids) + 5, 512) if expected["cached"] else 0
+    assert run.err == (f"prompt: {len(ids)} tokens in 2.00 s; text: 6 tokens, 0.5 tokens/s; "
+                       f"{held:,} cache bytes\n")
+
+
+def test_a_single_token_has_no_speed_of_its_own(tiny: Path, capsys):
+    run = Run(capsys, "generate", "--checkpoint", tiny, "--device", "cpu", "--tokens", 1)
+    assert run.status == 0
+    assert re.fullmatch(r"prompt: 5 tokens in [0-9.]+ s; text: 1 tokens; 1,280 cache bytes\n",
+                        run.err)
+
+
+def test_text_after_a_prompt_that_ends_inside_a_character(tokenizer):
+    """The character comes in one piece, once it is whole; what never becomes whole, at the end."""
+    ids = [1, *tokenizer.encode("a👩")]
+    for cut in range(len(ids) + 1):
+        assert list(filter(None, day5.text_pieces(tokenizer, ids[:cut], ids[cut:]))) in (
+            ["a👩"], ["a", "👩"])
+        pieces = list(day5.text_pieces(tokenizer, ids[:cut], []))
+        assert "".join(pieces) == tokenizer.decode(ids[:cut])
+    ids = tokenizer.encode("a\N{REPLACEMENT CHARACTER}")
+    assert "".join(day5.text_pieces(tokenizer, ids, ids)) == tokenizer.decode(ids + ids)
 
 
 # Report and page
