@@ -29,7 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from day5 import CHECKPOINTS, load_tokenizer, say
-from octlm import Decoder, load_checkpoint
+from octlm import Decoder, DecoderConfig, load_checkpoint
 
 # Numbers of sentencepiece's file format (sentencepiece_model.proto).
 BPE = 2
@@ -133,10 +133,8 @@ def tokenizer_json(tokenizer: sentencepiece.SentencePieceProcessor) -> dict:
     }
 
 
-def llama_config(model: Decoder, dtype: torch.dtype,
-                 tokenizer: sentencepiece.SentencePieceProcessor) -> dict:
-    """config.json. Raises ValueError for what a Llama has no equal of."""
-    config = model.config
+def llama_config(config: DecoderConfig) -> dict:
+    """What config.json says of the model. Raises ValueError for what a Llama has no equal of."""
     for holds, name in ((config.position == "learned", "learned positions"),
                         (config.kv_compress_block, "compressed keys and values"),
                         (config.attention_window, "an attention window")):
@@ -157,14 +155,7 @@ def llama_config(model: Decoder, dtype: torch.dtype,
         "rope_parameters": {"rope_theta": float(config.rope_base), **scaling},
         "rope_theta": float(config.rope_base),
         "rope_scaling": None if config.rope_scale == 1 else scaling,
-        "torch_dtype": str(dtype).removeprefix("torch."), **special_ids(tokenizer),
     }
-
-
-def special_ids(tokenizer: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
-    """<unk> pads: with byte fallback no text has it."""
-    return {"bos_token_id": tokenizer.bos_id(), "eos_token_id": tokenizer.eos_id(),
-            "pad_token_id": tokenizer.unk_id()}
 
 
 def llama_weights(model: Decoder) -> dict[str, Tensor]:
@@ -174,7 +165,7 @@ def llama_weights(model: Decoder) -> dict[str, Tensor]:
     """
     config = model.config
 
-    def halves(weight: Tensor) -> Tensor:  # rows (2i, 2i + 1) to (i, i + head_size / 2)
+    def halves(weight: Tensor) -> Tensor:  # of a head: rows 2i, 2i + 1 to i, i + head_size / 2
         pairs = weight.unflatten(0, (-1, config.head_size // 2, 2))
         return pairs.transpose(1, 2).reshape(weight.shape)
 
@@ -205,10 +196,13 @@ def write_folder(folder: Path, model: Decoder,
 
     unknown = tokenizer.id_to_piece(tokenizer.unk_id())
     weights = llama_weights(model)
-    dtype = weights["model.norm.weight"].dtype
+    dtype = str(weights["model.norm.weight"].dtype).removeprefix("torch.")
+    # <unk> pads: with byte fallback no text has it.
+    special = {"bos_token_id": tokenizer.bos_id(), "eos_token_id": tokenizer.eos_id(),
+               "pad_token_id": tokenizer.unk_id()}
     for name, content in (
-        ("config.json", llama_config(model, dtype, tokenizer)),
-        ("generation_config.json", special_ids(tokenizer)),
+        ("config.json", llama_config(model.config) | {"torch_dtype": dtype} | special),
+        ("generation_config.json", special),
         ("tokenizer.json", tokenizer_json(tokenizer)),
         ("tokenizer_config.json", {
             "tokenizer_class": "PreTrainedTokenizerFast",
