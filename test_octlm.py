@@ -32,6 +32,7 @@ from dataclasses import FrozenInstanceError, asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import ANY, MagicMock
 
 import numpy as np
 import pytest
@@ -1934,6 +1935,100 @@ def test_the_report_of_mixed_and_failing_rows(report, tmp_path: Path, capsys):
     assert "hardware" not in out.partition("\n\n")[2]
 
 
+@pytest.mark.parametrize("second, changes, telling", [
+    ("b.jsonl", {"dtype": "torch.float16"}, ["dtype"]),
+    ("b.jsonl", {"hardware": "Loom", "threads": 8}, ["hardware", "threads"]),
+    ("b.jsonl", {"pytorch": "2.14.0"}, ["pytorch"]),
+    ("b.jsonl", {}, ["file"]),
+    ("c/a.jsonl", {}, ["file"]),
+])
+def test_the_report_tells_files_apart(
+    report, second: str, changes: dict, telling: list[str], tmp_path: Path, monkeypatch, capsys
+):
+    """By what differs between them, else by the name; a name that both have, by the path."""
+    monkeypatch.chdir(tmp_path)
+    Path("c").mkdir()
+    paths = [write_rows(Path("a.jsonl"), a_row()), write_rows(Path(second), a_row(**changes))]
+    rows = [a_row(file="a.jsonl"), a_row(file=second, **changes)]
+    assert report.main(list(map(str, paths))) == 0
+    table = cells_of(capsys.readouterr().out)
+    count = len(telling)
+    assert [line[:count] for line in table] == [
+        telling, *([str(row[name]).removeprefix("torch.") for name in telling] for row in rows)]
+    assert table[0][count] == "length"
+
+
+def test_a_file_given_twice(report, tmp_path: Path, capsys):
+    path = str(write_rows(tmp_path / "a.jsonl", a_row()))
+    assert report.main([path, path]) == 1
+    assert "twice" in capsys.readouterr().err
+
+
+def drawn(report, paths: list[Path], monkeypatch) -> tuple[set, set, list[tuple]]:
+    """What `report.py --plot` gives to matplotlib: the lines of either panel, and the legend.
+
+    A line is (colour, style, marker, hollow, points); a key is (label, colour, style, hollow).
+    """
+    library, panels = MagicMock(), (MagicMock(), MagicMock())
+    figure = library.figure.Figure.return_value
+    figure.subplots.return_value = panels
+    library.lines.Line2D = lambda x, y, **style: SimpleNamespace(
+        get_label=lambda: style["label"], style=style)
+    for name in ("", ".figure", ".lines"):
+        module = getattr(library, name[1:]) if name else library
+        monkeypatch.setitem(sys.modules, f"matplotlib{name}", module)
+    assert report.main([*map(str, paths), "--plot", "some.png"]) == 0
+    figure.savefig.assert_called_once_with(Path("some.png"), dpi=ANY)
+    lines = [{(call.kwargs["color"], call.kwargs.get("linestyle"), call.kwargs.get("marker", ""),
+               call.kwargs.get("fillstyle") == "none", tuple(zip(*call.args)))
+              for call in panel.plot.call_args_list} for panel in panels]
+    keys = [(key.style["label"], key.style.get("color"), key.style["linestyle"],
+             key.style.get("fillstyle") == "none")
+            for key in figure.legend.call_args.kwargs["handles"]]
+    return *lines, keys
+
+
+def test_the_picture_of_one_file(report, tmp_path: Path, monkeypatch):
+    """Tokens per second and MiB; the rows in the order of their length."""
+    path = write_rows(tmp_path / "a.jsonl", a_row(length=128, cache_bytes=2**20), a_row())
+    speed, size, keys = drawn(report, [path], monkeypatch)
+    short, long = {32.0, 64.0, 16.0}, {64.0, 128.0, 32.0}
+    assert len(speed) == 4 and {line[0] for line in speed} == {"C0"}
+    points = {line[1:4]: line[4] for line in speed}
+    assert set(points["none", "o", True]) == {
+        *((64, rate) for rate in short), *((128, rate) for rate in long)}
+    assert set(points["none", "o", False]) == {
+        (64, 128), (64, 256), (64, 100), (128, 256), (128, 512), (128, 200)}
+    assert points["--", "", True] == ((64, 32.0), (128, 32.0))
+    assert points["-", "", False] == ((64, 128.0), (128, 128.0))
+    assert size == {("C0", "none", "o", True, ((64, 0.5), (128, 1.0))),
+                    ("#777777", "-", "", False, ((0, 0), (128, 1.0)))}
+    assert keys == [("cached", "#222222", "-", False), ("naive", "#222222", "--", True),
+                    ("formula: 8,192 bytes a token", "#777777", "-", False)]
+
+
+def test_the_picture_of_several_files(report, tmp_path: Path, monkeypatch):
+    """A line for each source, none through two of them; no speed where the tokens differ."""
+    half = {"dtype": "torch.float16", "cache_bytes": 262144}
+    paths = [write_rows(tmp_path / "a.jsonl", a_row(), parted_row(length=128, cache_bytes=2**20)),
+             write_rows(tmp_path / "b.jsonl", a_row(**half)),
+             write_rows(tmp_path / "c.jsonl", parted_row(pytorch="2.14.0", **half))]
+    speed, size, keys = drawn(report, paths, monkeypatch)
+    medians = {(color, style): points for color, style, marker, _, points in speed if not marker}
+    assert medians == {("C0", "-"): ((64, 128.0),), ("C0", "--"): ((64, 32.0),),
+                       ("C1", "-"): ((64, 128.0),), ("C1", "--"): ((64, 32.0),),
+                       ("C2", "-"): (), ("C2", "--"): ()}
+    assert {length for *_, points in speed for length, _ in points} == {64}
+    assert {(color, style, points) for color, style, _, _, points in size} == {
+        ("C0", "none", ((64, 0.5), (128, 1.0))), ("C1", "none", ((64, 0.25),)),
+        ("C2", "none", ((64, 0.25),)),
+        ("#777777", "-", ((0, 0), (128, 1.0))), ("#777777", "-.", ((0, 0), (64, 0.25)))}
+    assert [key[:2] for key in keys] == [
+        ("float32, a.jsonl", "C0"), ("float16, b.jsonl", "C1"), ("float16, c.jsonl", "C2"),
+        (" ", None), ("cached", "#222222"), ("naive", "#222222"),
+        ("formula: 8,192 bytes a token", "#777777"), ("formula: 4,096 bytes a token", "#777777")]
+
+
 def test_a_torn_last_line_is_named_and_skipped(report, tmp_path: Path, capsys):
     """But not one that lacks nothing but its newline."""
     whole = json.dumps(a_row())
@@ -1951,6 +2046,7 @@ def test_a_torn_last_line_is_named_and_skipped(report, tmp_path: Path, capsys):
     b"", b"\n", b"hello\n", b"[1]\n", b'{"type": "evaluation"}\n', b"\xff\xfe\n",
     json.dumps(a_row(naive_seconds=[])).encode() + b"\n",
     json.dumps(a_row(speedup=0)).encode() + b"\n",
+    json.dumps(a_row(type="evaluation")).encode() + b"\n",
     json.dumps(a_row(cached_seconds=["1"])).encode() + b"\n",
     json.dumps(a_row(dtype="torch.float33")).encode() + b"\n",
     json.dumps(a_row(dtype=math.nan)).encode() + b"\n",
@@ -1959,7 +2055,7 @@ def test_a_torn_last_line_is_named_and_skipped(report, tmp_path: Path, capsys):
     b"[" * 10**6 + b"\n",
     json.dumps(a_row()).encode() + b"\n\n" + json.dumps(a_row()).encode() + b"\n",
     json.dumps({name: value for name, value in a_row().items() if name != "threads"}).encode(),
-], ids=range(16))
+], ids=range(17))
 def test_a_file_of_something_else(report, content: bytes, tmp_path: Path, capsys):
     (tmp_path / "odd.jsonl").write_bytes(content)
     assert report.main([str(tmp_path / "odd.jsonl")]) == 1
