@@ -21,9 +21,13 @@ import platform
 import random
 import re
 import resource
+import runpy
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -2153,6 +2157,37 @@ def test_the_code_in_the_readme_runs(capsys):
     exec("\n".join(blocks), {})
     counted = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11]])
     assert capsys.readouterr().out.startswith(f"{counted}\n")
+
+
+@pytest.mark.parametrize("name, owner, function", [
+    ("report.py rows.jsonl", Path, "read_text"), ("where_time_goes.py", octlm, "load_checkpoint"),
+    ("half_precision.py", octlm, "load_checkpoint"), ("break_it.py", shutil, "copytree"),
+])
+def test_an_interrupted_script_ends_in_one_line(name: str, owner, function: str, monkeypatch):
+    name, *arguments = name.split()
+    monkeypatch.setattr(owner, function, lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    with pytest.raises(SystemExit, match=rf"^{name}: interrupted$"):
+        runpy.run_path(str(HERE / "scripts" / name), run_name="__main__")
+
+
+def test_break_it_leaves_nothing_behind_when_killed(tmp_path: Path, monkeypatch):
+    def kill(source: Path, folder: Path, **options) -> None:
+        folder.mkdir()
+        signal.raise_signal(signal.SIGTERM)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shutil, "copytree", kill)
+    signal.signal(signal.SIGTERM, lambda *args: None)  # without its own, the run goes on
+    try:
+        with pytest.raises(SystemExit, match="^break_it.py: killed$"):
+            script("scripts/break_it.py").main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_importing_and_loading_are_silent(tmp_path: Path):

@@ -188,9 +188,6 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError:
         print("report.py: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("report.py: interrupted", file=sys.stderr)
-        return 1
     except (OSError, ValueError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 1
@@ -198,4 +195,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("report.py: interrupted")
