@@ -2149,14 +2149,73 @@ def test_the_pages_masks(monkeypatch):
                 attend(query, key, value, is_causal=True), 1e-12)
 
 
-def test_the_code_in_the_readme_runs(capsys):
-    """And prints what its comment says."""
+def readme_code(section: str) -> list[str]:
+    """The Python blocks of one section of README, in order."""
     text = (HERE / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 3
-    exec("\n".join(blocks), {})
-    counted = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11]])
-    assert capsys.readouterr().out.startswith(f"{counted}\n")
+    section = re.search(rf"^## {section}$(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+def run_as_written(code: str, names: dict, capsys) -> tuple[list[str], list[str]]:
+    """What the code prints, and what the comments at and below its prints say that it does."""
+    capsys.readouterr()
+    exec(code, names)
+    said = re.findall(r"^print\(.*\)(?:  |\n)# (.*)", code, re.MULTILINE)
+    return capsys.readouterr().out.splitlines(), said
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch) -> None:
+    """A folder in which README's paths are right, and in which its code may write."""
+    (tmp_path / "checkpoints").symlink_to(HERE / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_readmes_code_for_the_shipped_model(clone, tokenizer, capsys):
+    story, half, chat = readme_code("Try it")
+    assert day5.main(["generate", "--device", "cpu"]) == 0
+    expected = capsys.readouterr().out.splitlines()
+    names: dict = {}
+    assert run_as_written(story, names, capsys) == (expected, [])
+    printed, said = run_as_written(half, names, capsys)
+    assert printed == said and len(said) == 1
+
+    generator = names["generator"].clone_state()
+    ids, replies = [tokenizer.bos_id()], []
+    for turn in ("Lily had a red ball.", "Then a dog came."):
+        ids += tokenizer.encode(turn)
+        reply = []
+        for token in names["model"].stream(
+                torch.tensor([ids]), 30, temperature=0.8, top_k=40, generator=generator):
+            reply.append(token.item())
+            if reply[-1] == tokenizer.eos_id():
+                break
+        ids += reply
+        replies += tokenizer.decode(reply).splitlines()
+    assert run_as_written(chat, names, capsys) == (replies, [])
+
+
+def test_the_readmes_chat_in_a_full_context(clone, tokenizer, capsys):
+    chat = readme_code("Try it")[2]
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(
+        vocab_size=8192, context_length=24, n_layers=1, d_model=32, d_ff=16)).eval()
+    names = {"torch": torch, "tokenizer": tokenizer, "model": model, "generator": seeded(0)}
+    run_as_written(chat, names, capsys)
+    text, held = names["text"], names["cache"][0][0].shape[2]
+    assert held == len(text) - 1 <= 24
+    logits = model.forward_cached(torch.tensor([text[:-1]]))[0][:, -1]
+    assert_near(names["logits"][:, -1], logits, 1e-5)
+
+
+def test_the_readmes_code_for_a_model_of_ones_own(clone, capsys):
+    names: dict = {}
+    for code in readme_code("Copy it"):
+        printed, said = run_as_written(code, names, capsys)
+        assert printed == said and len(said) == code.count("print(")
+    share, kept = names["share"][0], names["logits"][0].isfinite()
+    nucleus = int((share.cumsum(dim=0) <= 0.9).sum()) + 1  # as many as it takes to pass 0.9
+    assert set(kept.nonzero()[:, 0].tolist()) == set(names["order"][0, :nucleus].tolist())
 
 
 @pytest.mark.parametrize("name, owner, function", [
