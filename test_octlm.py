@@ -22,6 +22,7 @@ import random
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import statistics
@@ -2149,10 +2150,12 @@ def test_the_pages_masks(monkeypatch):
                 attend(query, key, value, is_causal=True), 1e-12)
 
 
+README = (HERE / "README.md").read_text(encoding="utf-8")
+
+
 def readme_code(section: str) -> list[str]:
     """The Python blocks of one section of README, in order."""
-    text = (HERE / "README.md").read_text(encoding="utf-8")
-    section = re.search(rf"^## {section}$(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1]
+    section = re.search(rf"^## {section}$(.*?)^## ", README, re.MULTILINE | re.DOTALL)[1]
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
@@ -2171,28 +2174,48 @@ def clone(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_readmes_code_for_the_shipped_model(clone, tokenizer, capsys):
+def test_the_readmes_code_for_the_shipped_model(clone, tokenizer, monkeypatch, capsys):
+    """Each story is checked by one full pass over it, sampled from with the same generator."""
     story, half, chat = readme_code("Try it")
-    assert day5.main(["generate", "--device", "cpu"]) == 0
-    expected = capsys.readouterr().out.splitlines()
+    calls = []
+
+    def record(model: Decoder, ids: Tensor, count: int, cached: bool = True, **sampling) -> list:
+        seed = sampling.pop("generator").initial_seed()
+        calls.append((ids.tolist(), count, cached, seed, sampling))
+        return [torch.tensor([[tokenizer.eos_id()]])]
+
+    with monkeypatch.context() as patch:  # the command line asks for the same
+        patch.setattr(Decoder, "stream", record)
+        command = re.search(r"^python (day5.py generate .*)$", README, re.MULTILINE)[1]
+        day5.main([*shlex.split(command)[1:], "--device", "cpu"])
+        run_as_written(story, {}, capsys)
+    assert calls[0] == calls[1]
+
+    def sampled_again(text: list[int], start: int, generator: torch.Generator) -> list[int]:
+        rows = names["model"](torch.tensor([text]))[0, start - 1 : -1].split(1)
+        return [octlm.sample(row, 0.8, 40, generator).item() for row in rows]
+
     names: dict = {}
-    assert run_as_written(story, names, capsys) == (expected, [])
+    printed, said = run_as_written(story, names, capsys)
+    ids, start = names["ids"], len(calls[0][0][0])
+    assert len(ids) > start + 20 and ids[start:] == sampled_again(ids, start, seeded(0))
+    assert printed == tokenizer.decode(ids).splitlines() and said == []
     printed, said = run_as_written(half, names, capsys)
     assert printed == said and len(said) == 1
 
     generator = names["generator"].clone_state()
-    ids, replies = [tokenizer.bos_id()], []
+    printed, said = run_as_written(chat, names, capsys)
+    text, start, replies = names["text"], 1, []
     for turn in ("Lily had a red ball.", "Then a dog came."):
-        ids += tokenizer.encode(turn)
-        reply = []
-        for token in names["model"].stream(
-                torch.tensor([ids]), 30, temperature=0.8, top_k=40, generator=generator):
-            reply.append(token.item())
-            if reply[-1] == tokenizer.eos_id():
-                break
-        ids += reply
-        replies += tokenizer.decode(reply).splitlines()
-    assert run_as_written(chat, names, capsys) == (replies, [])
+        ids = tokenizer.encode(turn)
+        assert text[start : start + len(ids)] == ids
+        start += len(ids)
+        made = text[start : start + 30]
+        made = made[: made.index(tokenizer.eos_id()) + 1] if tokenizer.eos_id() in made else made
+        assert made == sampled_again(text[: start + len(made)], start, generator)
+        start += len(made)
+        replies += tokenizer.decode(made).splitlines()
+    assert (printed, said, start) == (replies, [], len(text))
 
 
 def test_the_readmes_chat_in_a_full_context(clone, tokenizer, capsys):
