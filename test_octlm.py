@@ -2197,8 +2197,10 @@ def test_the_readmes_code_for_the_shipped_model(clone, tokenizer, monkeypatch, c
 
     names: dict = {}
     printed, said = run_as_written(story, names, capsys)
-    ids, start = names["ids"], len(calls[0][0][0])
-    assert len(ids) > start + 20 and ids[start:] == sampled_again(ids, start, seeded(0))
+    ids, start, end = names["ids"], len(calls[0][0][0]), [tokenizer.eos_id()]
+    whole = ids if len(ids) == start + 200 else ids + end
+    assert len(ids) > start + 20 and end[0] not in ids
+    assert whole[start:] == sampled_again(whole, start, seeded(0))
     assert printed == tokenizer.decode(ids).splitlines() and said == []
     printed, said = run_as_written(half, names, capsys)
     assert printed == said and len(said) == 1
