@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from day5 import positive, say
+from day5 import positive
 from octlm import Decoder, Linear, load_checkpoint
 
 BOS = torch.tensor([[1]])
@@ -79,15 +79,10 @@ def race(title: str, sides: dict[str, Callable[[int], Tensor]], length: int, rep
 
     Both are medians; a ratio is that of two neighbours in time, as machines drift.
     """
-    say(f"{title}: {repeats} rounds of {length} tokens on each of {len(sides)} sides")
     for generate in sides.values():
         generate(8)
     seconds = {name: [] for name in sides}
-    started = time.perf_counter()
-    for done in range(repeats):
-        if done:
-            left = (time.perf_counter() - started) / done * (repeats - done)
-            say(f"{title}: round {done + 1} of {repeats}, about {left:.0f} s left")
+    for _ in range(repeats):
         outputs = []
         for name, generate in sides.items():
             tokens, elapsed = timed(lambda generate=generate: generate(length))
@@ -147,7 +142,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("compare_transformers.py: interrupted")
+    sys.exit(main())
