@@ -23,9 +23,14 @@ import platform
 import random
 import re
 import resource
+import runpy
+import shlex
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -34,6 +39,7 @@ from dataclasses import FrozenInstanceError, asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import ANY, MagicMock
 
 import numpy as np
 import pytest
@@ -2223,6 +2229,100 @@ def test_the_report_of_mixed_and_failing_rows(report, tmp_path: Path, capsys):
     assert "hardware" not in out.partition("\n\n")[2]
 
 
+@pytest.mark.parametrize("second, changes, telling", [
+    ("b.jsonl", {"dtype": "torch.float16"}, ["dtype"]),
+    ("b.jsonl", {"hardware": "Loom", "threads": 8}, ["hardware", "threads"]),
+    ("b.jsonl", {"pytorch": "2.14.0"}, ["pytorch"]),
+    ("b.jsonl", {}, ["file"]),
+    ("c/a.jsonl", {}, ["file"]),
+])
+def test_the_report_tells_files_apart(
+    report, second: str, changes: dict, telling: list[str], tmp_path: Path, monkeypatch, capsys
+):
+    """By what differs between them, else by the name; a name that both have, by the path."""
+    monkeypatch.chdir(tmp_path)
+    Path("c").mkdir()
+    paths = [write_rows(Path("a.jsonl"), a_row()), write_rows(Path(second), a_row(**changes))]
+    rows = [a_row(file="a.jsonl"), a_row(file=second, **changes)]
+    assert report.main(list(map(str, paths))) == 0
+    table = cells_of(capsys.readouterr().out)
+    count = len(telling)
+    assert [line[:count] for line in table] == [
+        telling, *([str(row[name]).removeprefix("torch.") for name in telling] for row in rows)]
+    assert table[0][count] == "length"
+
+
+def test_a_file_given_twice(report, tmp_path: Path, capsys):
+    path = str(write_rows(tmp_path / "a.jsonl", a_row()))
+    assert report.main([path, path]) == 1
+    assert "twice" in capsys.readouterr().err
+
+
+def drawn(report, paths: list[Path], monkeypatch) -> tuple[set, set, list[tuple]]:
+    """What `report.py --plot` gives to matplotlib: the lines of either panel, and the legend.
+
+    A line is (colour, style, marker, hollow, points); a key is (label, colour, style, hollow).
+    """
+    library, panels = MagicMock(), (MagicMock(), MagicMock())
+    figure = library.figure.Figure.return_value
+    figure.subplots.return_value = panels
+    library.lines.Line2D = lambda x, y, **style: SimpleNamespace(
+        get_label=lambda: style["label"], style=style)
+    for name in ("", ".figure", ".lines"):
+        module = getattr(library, name[1:]) if name else library
+        monkeypatch.setitem(sys.modules, f"matplotlib{name}", module)
+    assert report.main([*map(str, paths), "--plot", "some.png"]) == 0
+    figure.savefig.assert_called_once_with(Path("some.png"), dpi=ANY)
+    lines = [{(call.kwargs["color"], call.kwargs.get("linestyle"), call.kwargs.get("marker", ""),
+               call.kwargs.get("fillstyle") == "none", tuple(zip(*call.args)))
+              for call in panel.plot.call_args_list} for panel in panels]
+    keys = [(key.style["label"], key.style.get("color"), key.style["linestyle"],
+             key.style.get("fillstyle") == "none")
+            for key in figure.legend.call_args.kwargs["handles"]]
+    return *lines, keys
+
+
+def test_the_picture_of_one_file(report, tmp_path: Path, monkeypatch):
+    """Tokens per second and MiB; the rows in the order of their length."""
+    path = write_rows(tmp_path / "a.jsonl", a_row(length=128, cache_bytes=2**20), a_row())
+    speed, size, keys = drawn(report, [path], monkeypatch)
+    short, long = {32.0, 64.0, 16.0}, {64.0, 128.0, 32.0}
+    assert len(speed) == 4 and {line[0] for line in speed} == {"C0"}
+    points = {line[1:4]: line[4] for line in speed}
+    assert set(points["none", "o", True]) == {
+        *((64, rate) for rate in short), *((128, rate) for rate in long)}
+    assert set(points["none", "o", False]) == {
+        (64, 128), (64, 256), (64, 100), (128, 256), (128, 512), (128, 200)}
+    assert points["--", "", True] == ((64, 32.0), (128, 32.0))
+    assert points["-", "", False] == ((64, 128.0), (128, 128.0))
+    assert size == {("C0", "none", "o", True, ((64, 0.5), (128, 1.0))),
+                    ("#777777", "-", "", False, ((0, 0), (128, 1.0)))}
+    assert keys == [("cached", "#222222", "-", False), ("naive", "#222222", "--", True),
+                    ("formula: 8,192 bytes a token", "#777777", "-", False)]
+
+
+def test_the_picture_of_several_files(report, tmp_path: Path, monkeypatch):
+    """A line for each source, none through two of them; no speed where the tokens differ."""
+    half = {"dtype": "torch.float16", "cache_bytes": 262144}
+    paths = [write_rows(tmp_path / "a.jsonl", a_row(), parted_row(length=128, cache_bytes=2**20)),
+             write_rows(tmp_path / "b.jsonl", a_row(**half)),
+             write_rows(tmp_path / "c.jsonl", parted_row(pytorch="2.14.0", **half))]
+    speed, size, keys = drawn(report, paths, monkeypatch)
+    medians = {(color, style): points for color, style, marker, _, points in speed if not marker}
+    assert medians == {("C0", "-"): ((64, 128.0),), ("C0", "--"): ((64, 32.0),),
+                       ("C1", "-"): ((64, 128.0),), ("C1", "--"): ((64, 32.0),),
+                       ("C2", "-"): (), ("C2", "--"): ()}
+    assert {length for *_, points in speed for length, _ in points} == {64}
+    assert {(color, style, points) for color, style, _, _, points in size} == {
+        ("C0", "none", ((64, 0.5), (128, 1.0))), ("C1", "none", ((64, 0.25),)),
+        ("C2", "none", ((64, 0.25),)),
+        ("#777777", "-", ((0, 0), (128, 1.0))), ("#777777", "-.", ((0, 0), (64, 0.25)))}
+    assert [key[:2] for key in keys] == [
+        ("float32, a.jsonl", "C0"), ("float16, b.jsonl", "C1"), ("float16, c.jsonl", "C2"),
+        (" ", None), ("cached", "#222222"), ("naive", "#222222"),
+        ("formula: 8,192 bytes a token", "#777777"), ("formula: 4,096 bytes a token", "#777777")]
+
+
 def test_a_torn_last_line_is_named_and_skipped(report, tmp_path: Path, capsys):
     """But not one that lacks nothing but its newline."""
     whole = json.dumps(a_row())
@@ -2240,6 +2340,7 @@ def test_a_torn_last_line_is_named_and_skipped(report, tmp_path: Path, capsys):
     b"", b"\n", b"hello\n", b"[1]\n", b'{"type": "evaluation"}\n', b"\xff\xfe\n",
     json.dumps(a_row(naive_seconds=[])).encode() + b"\n",
     json.dumps(a_row(speedup=0)).encode() + b"\n",
+    json.dumps(a_row(type="evaluation")).encode() + b"\n",
     json.dumps(a_row(cached_seconds=["1"])).encode() + b"\n",
     json.dumps(a_row(dtype="torch.float33")).encode() + b"\n",
     json.dumps(a_row(dtype=math.nan)).encode() + b"\n",
@@ -2248,7 +2349,7 @@ def test_a_torn_last_line_is_named_and_skipped(report, tmp_path: Path, capsys):
     b"[" * 10**6 + b"\n",
     json.dumps(a_row()).encode() + b"\n\n" + json.dumps(a_row()).encode() + b"\n",
     json.dumps({name: value for name, value in a_row().items() if name != "threads"}).encode(),
-], ids=range(16))
+], ids=range(17))
 def test_a_file_of_something_else(report, content: bytes, tmp_path: Path, capsys):
     (tmp_path / "odd.jsonl").write_bytes(content)
     assert report.main([str(tmp_path / "odd.jsonl")]) == 1
@@ -2297,14 +2398,128 @@ def test_is_causal_aligns_its_triangle_to_the_upper_left():
                 F.scaled_dot_product_attention(query, key, value, is_causal=True), 1e-12)
 
 
-def test_the_code_in_the_readme_runs(capsys):
-    """And prints what its comment says."""
-    text = (HERE / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 3
-    exec("\n".join(blocks), {})
-    counted = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11]])
-    assert capsys.readouterr().out.startswith(f"{counted}\n")
+README = (HERE / "README.md").read_text(encoding="utf-8")
+
+
+def readme_code(section: str) -> list[str]:
+    """The Python blocks of one section of README, in order."""
+    section = re.search(rf"^## {section}$(.*?)^## ", README, re.MULTILINE | re.DOTALL)[1]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+def run_as_written(code: str, names: dict, capsys) -> tuple[list[str], list[str]]:
+    """What the code prints, and what the comments at and below its prints say that it does."""
+    capsys.readouterr()
+    exec(code, names)
+    said = re.findall(r"^print\(.*\)(?:  |\n)# (.*)", code, re.MULTILINE)
+    return capsys.readouterr().out.splitlines(), said
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch) -> None:
+    """A folder in which README's paths are right, and in which its code may write."""
+    (tmp_path / "checkpoints").symlink_to(HERE / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_readmes_code_for_the_shipped_model(clone, tokenizer, monkeypatch, capsys):
+    """Each story is checked by one full pass over it, sampled from with the same generator."""
+    story, half, chat = readme_code("Try it")
+    calls = []
+
+    def record(model: Decoder, ids: Tensor, count: int, cached: bool = True, **sampling) -> list:
+        seed = sampling.pop("generator").initial_seed()
+        calls.append((ids.tolist(), count, cached, seed, sampling))
+        return [torch.tensor([[tokenizer.eos_id()]])]
+
+    with monkeypatch.context() as patch:  # the command line asks for the same
+        patch.setattr(Decoder, "stream", record)
+        command = re.search(r"^python (day5.py generate .*)$", README, re.MULTILINE)[1]
+        day5.main([*shlex.split(command)[1:], "--device", "cpu"])
+        run_as_written(story, {}, capsys)
+    assert calls[0] == calls[1]
+
+    def sampled_again(text: list[int], start: int, generator: torch.Generator) -> list[int]:
+        rows = names["model"](torch.tensor([text]))[0, start - 1 : -1].split(1)
+        return [octlm.sample(row, 0.8, 40, generator).item() for row in rows]
+
+    names: dict = {}
+    printed, said = run_as_written(story, names, capsys)
+    ids, start, end = names["ids"], len(calls[0][0][0]), [tokenizer.eos_id()]
+    whole = ids if len(ids) == start + 200 else ids + end
+    assert len(ids) > start + 20 and end[0] not in ids
+    assert whole[start:] == sampled_again(whole, start, seeded(0))
+    assert printed == tokenizer.decode(ids).splitlines() and said == []
+    printed, said = run_as_written(half, names, capsys)
+    assert printed == said and len(said) == 1
+
+    generator = names["generator"].clone_state()
+    printed, said = run_as_written(chat, names, capsys)
+    text, start, replies = names["text"], 1, []
+    for turn in ("Lily had a red ball.", "Then a dog came."):
+        ids = tokenizer.encode(turn)
+        assert text[start : start + len(ids)] == ids
+        start += len(ids)
+        made = text[start : start + 30]
+        made = made[: made.index(tokenizer.eos_id()) + 1] if tokenizer.eos_id() in made else made
+        assert made == sampled_again(text[: start + len(made)], start, generator)
+        start += len(made)
+        replies += tokenizer.decode(made).splitlines()
+    assert (printed, said, start) == (replies, [], len(text))
+
+
+def test_the_readmes_chat_in_a_full_context(clone, tokenizer, capsys):
+    chat = readme_code("Try it")[2]
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(
+        vocab_size=8192, context_length=24, n_layers=1, d_model=32, d_ff=16)).eval()
+    names = {"torch": torch, "tokenizer": tokenizer, "model": model, "generator": seeded(0)}
+    run_as_written(chat, names, capsys)
+    text, held = names["text"], names["cache"][0][0].shape[2]
+    assert held == len(text) - 1 <= 24
+    logits = model.forward_cached(torch.tensor([text[:-1]]))[0][:, -1]
+    assert_near(names["logits"][:, -1], logits, 1e-5)
+
+
+def test_the_readmes_code_for_a_model_of_ones_own(clone, capsys):
+    names: dict = {}
+    for code in readme_code("Copy it"):
+        printed, said = run_as_written(code, names, capsys)
+        assert printed == said and len(said) == code.count("print(")
+    share, kept = names["share"][0], names["logits"][0].isfinite()
+    nucleus = int((share.cumsum(dim=0) <= 0.9).sum()) + 1  # as many as it takes to pass 0.9
+    assert set(kept.nonzero()[:, 0].tolist()) == set(names["order"][0, :nucleus].tolist())
+
+
+@pytest.mark.parametrize("name, owner, function", [
+    ("report.py rows.jsonl", Path, "read_text"), ("where_time_goes.py", octlm, "load_checkpoint"),
+    ("half_precision.py", octlm, "load_checkpoint"), ("break_it.py", shutil, "copytree"),
+])
+def test_an_interrupted_script_ends_in_one_line(name: str, owner, function: str, monkeypatch):
+    name, *arguments = name.split()
+    monkeypatch.setattr(owner, function, lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    with pytest.raises(SystemExit, match=rf"^{name}: interrupted$"):
+        runpy.run_path(str(HERE / "scripts" / name), run_name="__main__")
+
+
+def test_break_it_leaves_nothing_behind_when_killed(tmp_path: Path, monkeypatch):
+    def kill(source: Path, folder: Path, **options) -> None:
+        folder.mkdir()
+        signal.raise_signal(signal.SIGTERM)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shutil, "copytree", kill)
+    signal.signal(signal.SIGTERM, lambda *args: None)  # without its own, the run goes on
+    try:
+        with pytest.raises(SystemExit, match="^break_it.py: killed$"):
+            script("scripts/break_it.py").main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_importing_and_loading_are_silent(tmp_path: Path):

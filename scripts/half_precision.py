@@ -5,12 +5,13 @@
 For each of 50 sampled prompts the cached path writes up to the end of the context; one full pass
 over that text, of the same dtype, shows every place where it would have chosen another token (the
 naive path itself, whose passes grow, may round differently again). Printed as a Markdown table, for
-the module as it is and with the logits computed in float32.
+the module as it is and with the logits computed in float32; stderr says how long it will take.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from day5 import say
 from octlm import Linear, load_checkpoint
 
 PROMPTS, PROMPT_LENGTH = 50, 9
@@ -36,6 +38,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_checkpoint(ROOT / "checkpoints" / "octlm-26m.pt", device)
     context = model.config.context_length
+    say(f"{PROMPTS} prompts of {PROMPT_LENGTH} tokens, then {4 * PROMPTS} texts of {context}")
     prompts = [
         model.generate_cached(
             torch.tensor([[1]], device=device), PROMPT_LENGTH - 1, temperature=1.0,
@@ -44,6 +47,7 @@ def main() -> None:
     ]
     print("| dtype | logits | prompts that part | places | largest gap | gap 0 |")
     print("|:------|:-------|------------------:|-------:|------------:|------:|", flush=True)
+    started, done = time.perf_counter(), 0
     for dtype in (torch.float16, torch.bfloat16):
         model.to(dtype)
         for kind in (Linear, Float32Head):
@@ -56,6 +60,9 @@ def main() -> None:
                 best = logits[other].topk(2).values
                 gaps += (best[:, 0] - best[:, 1]).tolist()
                 parted += len(other) > 0
+                done += 1
+                left = (time.perf_counter() - started) / done * (4 * PROMPTS - done)
+                say(f"{dtype}: text {done} of {4 * PROMPTS}, about {left / 60:.0f} min left")
             head = "float32" if kind is Float32Head else "as is"
             print(f"| {dtype} | {head} | {parted} of {PROMPTS} | {len(gaps)} of "
                   f"{PROMPTS * (context - PROMPT_LENGTH):,} | {max(gaps, default=0):.4f} | "
@@ -63,4 +70,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("half_precision.py: interrupted")

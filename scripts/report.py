@@ -2,9 +2,9 @@
 
     python scripts/report.py t4.jsonl [more.jsonl ...] [--plot out.png]
 
-What differs between the rows (machine, dtype, threads ...) leads the table; what all share stands
-below it. The picture (.png or .svg) needs matplotlib. Exit status: 0, 1 for a file that holds
-something else, 2 for wrong arguments.
+What differs between the rows (machine, dtype, threads ...) leads the table, or the file's name if
+nothing else does; what all share stands below it. The picture (.png or .svg) needs matplotlib and
+takes a few seconds. Exit status: 0, 1 for a file that holds something else, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -65,63 +65,102 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def differing(rows: list[dict]) -> list[str]:
-    return [name for name in SOURCE if len({row[name] for row in rows}) > 1]
+def fields_that_tell(rows: list[dict], names: tuple[str, ...]) -> list[str]:
+    """Which of `names` differ between the rows, and as many more as tell every source apart.
+
+    A source is one set-up (machine, dtype and so on) in one file.
+    """
+
+    def sources(names: tuple[str, ...]) -> int:
+        return len({tuple(row[name] for name in names) for row in rows})
+
+    everything = (*SOURCE, "file")
+    for chosen in (names, (*names, "file"), everything):
+        if sources(chosen) == sources(everything):
+            break
+    return [name for name in chosen if sources((name,)) > 1]
 
 
 def report(rows: list[dict]) -> str:
     """The table, and below it what all its rows share."""
-    varying = differing(rows)
-    shared = ", ".join(f"{name} {rows[0][name]}" for name in SOURCE if name not in varying)
+    telling = fields_that_tell(rows, SOURCE)
+    shared = ", ".join(f"{name} {rows[0][name]}" for name in SOURCE if name not in telling)
     text = f"Median with [min-max]. Shared: {shared or 'nothing'}."
-    return f"{markdown_table(rows, varying)}\n\n{textwrap.fill(text, 80)}"
+    return f"{markdown_table(rows, telling)}\n\n{textwrap.fill(text, 80)}"
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Two panels: tokens per second and cache bytes, each against the length."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    """Two panels: tokens per second and cache bytes, each against the length.
 
-    figure = Figure(figsize=(8.6, 4.2), layout="constrained", facecolor="white")
+    A source has one colour and one marker in both; rows whose tokens differ show no speed.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    series: dict[str, list[dict]] = {}
+    telling = fields_that_tell(rows, ("hardware", "device", "dtype", "threads"))
+    for row in rows:
+        label = ", ".join(f"{row[name]} threads" if name == "threads" else str(row[name])
+                          for name in telling)
+        series.setdefault(label, []).append(row)
+    slopes = sorted({row["cache_bytes"] / row["length"] for row in rows}, reverse=True)
+
+    naive, cached = {"linestyle": "--", "fillstyle": "none"}, {"linestyle": "-"}
+    formulas = [{"color": "#777777", "linestyle": ("-", "-.", ":")[index % 3]}
+                for index in range(len(slopes))]
+    sources = [{"color": f"C{index % 10}", "marker": "os^Dv<>p"[index % 8], "markersize": 5}
+               for index in range(len(series))]
+    keys = [Line2D([], [], label=label, **style) for label, style in (
+        ("cached", {"color": "#222222", "marker": "o", "markersize": 5, **cached}),
+        ("naive", {"color": "#222222", "marker": "o", "markersize": 5, **naive}),
+        *((f"formula: {slope:,.0f} bytes a token", style)
+          for slope, style in zip(slopes, formulas)))]
+    columns = len(keys)
+    if len(series) > 1:  # the sources in a column of their own, at the left
+        names = [Line2D([], [], linestyle="none", label=textwrap.fill(label, 60), **style)
+                 for label, style in zip(series, sources)]
+        blank = Line2D([], [], linestyle="none", label=" ")
+        missing = len(keys) - len(names)
+        keys = [*names, *[blank] * missing, *keys, *[blank] * -missing]
+        columns = 2
+    lines = sum(1 + key.get_label().count("\n") for key in keys[: len(keys) // columns])
+
+    # The figure grows with its legend, so that the panels keep their size.
+    figure = Figure(figsize=(8.6, 3.8 + 0.2 * lines), layout="constrained", facecolor="white")
     speed, size = figure.subplots(1, 2, width_ratios=(3, 2))
-    varying = differing(rows)
-    series: dict[tuple, list[dict]] = {}
-    for row in sorted(rows, key=lambda row: row["length"]):
-        series.setdefault(tuple(str(row[name]) for name in varying), []).append(row)
-    for index, (source, group) in enumerate(series.items()):
-        marker = "os^Dv<>p"[index % 8]
-        right = [row for row in group if row["greedy_equal"]]
-        # Blue and orange differ in lightness, so in grey too; a hollow mark is the naive path.
-        for name, color, fill in (("cached", "#1f5fa8", "full"), ("naive", "#c96a12", "none")):
-            label = ", ".join((name, *source))
-            style = {"color": color, "marker": marker, "fillstyle": fill, "markersize": 5}
-            dots = [(row["length"], row["length"] / seconds)
-                    for row in right for seconds in row[f"{name}_seconds"]]
-            speed.plot(*zip(*dots), linestyle="none", **style) if dots else None
-            speed.plot([row["length"] for row in right],
-                       [row[f"{name}_tokens_per_second"] for row in right], color=color,
-                       linestyle="-" if name == "cached" else "--")
-            speed.plot([], [], linestyle="-" if name == "cached" else "--", label=label, **style)
-        # The formula is a line through the origin; the stage has checked each row against it.
-        last = group[-1]
-        slope = last["cache_bytes"] / last["length"]
+    for group, style in zip(series.values(), sources):
+        group.sort(key=lambda row: row["length"])
+        equal = [row for row in group if row["greedy_equal"]]
+        for name, way in (("naive", naive), ("cached", cached)):
+            runs = [(row["length"], row["length"] / seconds)
+                    for row in equal for seconds in row[f"{name}_seconds"]]
+            speed.plot([length for length, _ in runs], [rate for _, rate in runs],
+                       **style | way | {"linestyle": "none"})
+            speed.plot([row["length"] for row in equal],
+                       [row[f"{name}_tokens_per_second"] for row in equal],
+                       **style | way | {"marker": ""})
         size.plot([row["length"] for row in group], [row["cache_bytes"] / 2**20 for row in group],
-                  linestyle="none", marker=marker, color="#222222", markersize=6, zorder=3,
-                  label=", ".join(("counted", *source)))
-        size.plot([0, last["length"]], [0, last["cache_bytes"] / 2**20], color="#777777", zorder=2,
-                  label=f"formula: {slope:,.0f} bytes a token")
-    for panel, title in ((speed, "Tokens per second"), (size, "Cache, MiB")):
+                  zorder=3, **style | {"linestyle": "none", "fillstyle": "none"})
+    for slope, style in zip(slopes, formulas):  # the stage has checked each row against it
+        last = max(row["length"] for row in rows if row["cache_bytes"] / row["length"] == slope)
+        size.plot([0, last], [0, slope * last / 2**20], **style)
+
+    ticks: list[int] = []
+    for length in sorted({row["length"] for row in rows}, reverse=True):
+        if not ticks or ticks[-1] - length > 0.1 * ticks[0]:  # room for its digits
+            ticks.append(length)
+    for panel, title in ((speed, "Tokens per second"), (size, "Cache, MiB (marks: counted)")):
         panel.set_title(title, loc="left", fontsize=11)
         panel.set_xlabel("tokens generated")
-        panel.set_xticks(sorted({row["length"] for row in rows}))
+        panel.set_xticks(ticks)
         panel.set_xlim(left=0)
         panel.set_ylim(bottom=0)
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_major_formatter("{x:g}")
         panel.grid(axis="y", color="#dddddd")
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=9, ncols=2 if panel is speed else 1,
-                     loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    figure.legend(handles=keys, ncols=columns, frameon=False, fontsize=9, alignment="left",
+                  loc="outside lower center")
     figure.savefig(path, dpi=200)
 
 
@@ -137,7 +176,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=picture, help="also draw to this .png or .svg file")
     args = parser.parse_args(argv)
     try:
-        rows = [row for path in args.files for row in read_rows(path)]
+        paths = {path.resolve(): path for path in args.files}
+        if len(paths) < len(args.files):
+            raise ValueError("a file is given twice")
+        short = len({path.name for path in args.files}) == len(args.files)
+        rows = [row | {"file": path.name if short else str(path)}
+                for path in args.files for row in read_rows(path)]
         print(report(rows), flush=True)
         if args.plot:
             draw(rows, args.plot)
@@ -151,4 +195,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("report.py: interrupted")

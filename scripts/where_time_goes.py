@@ -5,7 +5,8 @@
 
 CPU, batch 1, greedy, from BOS. First whole runs of 512 tokens, untouched; then one with a timer
 around each kind of call, whose medians make the table. The rest is what no timer covers. An older
-octlm.py generates in turn with this one, step by step, from the same weights in memory.
+octlm.py generates in turn with this one, step by step, from the same weights in memory. Progress
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import octlm
-from day5 import positive
+from day5 import positive, say
 
 CHECKPOINT = ROOT / "checkpoints" / "octlm-26m.pt"
 BOS = torch.tensor([[1]])
@@ -117,13 +118,17 @@ def main() -> int:
     array = torch.ones(2**26)  # 256 MiB
     step_seconds(models, 32)
     reads, runs = [], []
-    for _ in range(args.repeats):  # the memory and the models in turn
+    started, whole_runs = time.perf_counter(), args.repeats + 2  # the positions take about one
+    for run in range(args.repeats):  # the memory and the models in turn
+        left = (time.perf_counter() - started) / run * (whole_runs - run) if run else 0
+        say(f"run {run + 1} of {args.repeats}" + f", about {left:.0f} s left" * bool(run))
         reads.append(statistics.median(read_seconds(array) for _ in range(5)))
         runs.append(step_seconds(models, TOKENS))
     limit = array.nbytes / statistics.median(reads)
     print(f"{args.dtype}, {args.threads} threads, {TOKENS} tokens; "
           f"a 256 MiB array is read at {limit / 1e9:.1f} GB/s")
     for side in models:
+        say(f"{side}: the steps at positions 30 and 500")
         rates = [TOKENS / sum(run[side]) for run in runs]
         rate = statistics.median(rates)
         early, late = at_positions(models[side])
@@ -134,6 +139,7 @@ def main() -> int:
     for kind, owner, name in KINDS:
         for place in (owner,) if owner else modules.values():
             watch(kind, place, name)
+    say(f"one run of {TOKENS} tokens with a timer around each kind of call")
     steps = step_seconds(models, TOKENS)
     whole = {side: statistics.median(steps[side]) * 1e6 for side in models}
     rest = dict(whole)
@@ -155,4 +161,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("where_time_goes.py: interrupted")
