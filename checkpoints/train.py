@@ -45,30 +45,58 @@ SAVE_SECONDS = 180
 
 
 def read_documents(path: Path) -> list[str]:
-    """The documents of one file, without the newlines at their ends; empty ones are dropped."""
-    parts = re.split(rf"(?m)^{re.escape(SEPARATOR)}$", path.read_text(encoding="utf-8"))
-    return [document for part in parts if (document := part.strip("\n"))]
+    """The documents of one file, without the newlines at their ends; empty ones are dropped.
+
+    Raises ValueError for a file that is not UTF-8 or holds no text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    # Files that were joined have a byte order mark in their midst.
+    parts = re.split(rf"(?m)^\ufeff?{re.escape(SEPARATOR)}[ \t]*$", text)
+    documents = [document for part in parts if (document := part.strip("\n\ufeff"))]
+    if not documents:
+        raise ValueError(f"{path} holds no text")
+    return documents
 
 
 def train_tokenizer(documents: Iterable[str], target: Path, vocab_size: int = 8192) -> None:
-    """Train a lossless sentencepiece BPE model on the documents and write it to `target`."""
+    """Train a lossless sentencepiece BPE model on the documents and write it to `target`.
+
+    Raises ValueError for documents that do not give so many pieces.
+    """
     trained = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for document in documents for line in document.split("\n") if line),
-        model_writer=trained,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        split_digits=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        user_defined_symbols=["\n"],
-        max_sentence_length=2**30,  # longer lines would be dropped
-        num_threads=2,
-        minloglevel=1,
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in documents for line in text.split("\n") if line),
+            model_writer=trained,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            user_defined_symbols=["\n"],
+            max_sentence_length=2**30,  # longer lines would be dropped
+            num_threads=2,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"no tokenizer of {vocab_size} pieces from this text: {error}") from error
     target.write_bytes(trained.getvalue())
+
+
+def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
+    """Raises ValueError for a file that is no sentencepiece model or lacks BOS or EOS."""
+    try:
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except RuntimeError as error:
+        raise ValueError(f"{path} is no sentencepiece model") from error
+    if min(tokenizer.bos_id(), tokenizer.eos_id()) < 0:
+        raise ValueError(f"the tokenizer {path} has no BOS or no EOS")
+    return tokenizer
 
 
 def encode(
@@ -151,6 +179,37 @@ def bits_per_byte(
     return nats / math.log(2) / size
 
 
+def choose_dtype() -> tuple[str, str]:
+    """The dtype to train in, "bfloat16" or "float32", and why."""
+    if torch.cuda.is_available():
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:  # others compute in bfloat16, too, but many times slower than in float32
+        known = torch.cpu.get_capabilities()
+        fast = known.get("amx_bf16", False) or known.get("avx512_bf16", False)
+    return ("bfloat16", "the processor has it") if fast else ("float32", "no fast bfloat16 here")
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """Raises FileNotFoundError or FileExistsError where the files of a run can't begin or go on."""
+    if not out.absolute().parent.is_dir():
+        raise FileNotFoundError(f"the folder of {out} does not exist")
+    if resume and not Path(f"{out}.state").exists():
+        raise FileNotFoundError(f"{out}.state does not exist: there is nothing to resume")
+    existing = [name for end in ("", ".state", ".jsonl") if Path(name := f"{out}{end}").exists()]
+    if existing and not resume:
+        raise FileExistsError(f"{existing[0]} exists: resume, or move it away first")
+
+
+def load_state(path: Path, device: torch.device) -> dict:
+    """Raises ValueError for a file that is not a state."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        state["settings"], state["optimizers"]
+    except Exception as error:  # what garbled bytes raise is not documented
+        raise ValueError(f"{path} is damaged, or no state") from error
+    return state
+
+
 def train(
     config: DecoderConfig,
     documents: list[Tensor],
@@ -164,6 +223,7 @@ def train(
     pieces: Sequence[Tensor] = (),
     cut: int = 0,
     initial: Decoder | None = None,
+    dtype: str = "bfloat16",
     resume: bool = False,
     keep_every: int = 0,
     evaluate_every: int = 1_000_000,
@@ -173,11 +233,15 @@ def train(
     """Train on `tokens` tokens and write the checkpoint to `out`, in float16.
 
     The last fifth is on `documents` alone, the rest on `pieces` too; `cut` marks where those were
-    cut. `initial` gives the weights to start from. Each `keep_every` tokens the weights of the
-    moment are written to OUT-<tokens>. `evaluate(model)` gives bits per byte. Raises
-    FileExistsError rather than overwrite a checkpoint or a state, and ValueError when a state to
-    resume was made with other settings.
+    cut. `initial` gives the weights to start from. In "bfloat16", autocast computes the model and
+    Muon trains the matrices in its blocks; in "float32" there is no autocast, and AdamW trains
+    all, since Muon works in bfloat16. Each `keep_every` tokens the weights of the moment are
+    written to OUT-<tokens>. `evaluate(model)` gives bits per byte.
+
+    Raises FileExistsError rather than overwrite a checkpoint or a state, and ValueError for a
+    damaged state or one made with other settings.
     """
+    check_out(out, resume)
     state_path, rows_path = Path(f"{out}.state"), Path(f"{out}.jsonl")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     whole = Batches(documents, batch, config.context_length, seed)
@@ -188,8 +252,9 @@ def train(
     held = steps - steps // 5
     digest = hashlib.sha256(torch.cat([*documents, *pieces]).numpy()).hexdigest()
     settings = {
-        "config": asdict(config), "batch": batch, "text": digest, "learning_rate": learning_rate,
-        "weight_decay": weight_decay, "seed": seed, "evaluate_every": evaluate_every,
+        "config": asdict(config), "batch": batch, "learning_rate": learning_rate,
+        "weight_decay": weight_decay, "dtype": dtype, "seed": seed, "text": digest,
+        "evaluate_every": evaluate_every,
     }
 
     torch.manual_seed(seed)
@@ -199,25 +264,30 @@ def train(
     matrices = [weight for weight in model.blocks.parameters() if weight.ndim == 2]
     inside = {id(weight) for weight in matrices}
     rest = [weight for weight in model.parameters() if id(weight) not in inside]
-    optimizers = [
-        torch.optim.Muon(
-            matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    common = {"lr": learning_rate, "weight_decay": weight_decay}
+    if dtype == "bfloat16":
+        inner = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **common)
+    else:
+        inner = torch.optim.AdamW(matrices, betas=(0.9, 0.95), **common)
+    outer = torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers = [inner, outer]
     done, seconds, loss = 0, 0.0, math.nan
     if resume:
-        state = torch.load(state_path, map_location=device, weights_only=True)
-        if state["settings"] != settings:
-            raise ValueError(f"{state_path} was made with other settings or other text")
+        state = load_state(state_path, device)
+        other = [name for name in settings if state["settings"].get(name) != settings[name]]
+        if other:
+            raise ValueError(f"{state_path} was made with another {' and '.join(other)}")
         if state["steps"] != steps and state["step"] > min(held, state["held"]):
-            raise ValueError(f"{state_path}: the rate falls already, tokens can't change any more")
+            raise ValueError(f"{state_path}: too late for other tokens, the rate falls")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         done, seconds, loss = state["step"], state["seconds"], state["loss"]
-    elif existing := [str(path) for path in (out, state_path, rows_path) if path.exists()]:
-        raise FileExistsError(f"{existing[0]} exists: resume, or move it away first")
+        if rows_path.exists():  # rows written after that state come again
+            rows = rows_path.read_text(encoding="utf-8").splitlines(keepends=True)
+            rows = [row for row in rows
+                    if row.endswith("\n") and json.loads(row)["step"] <= min(done, steps - 1)]
+            rows_path.write_text("".join(rows), encoding="utf-8")
 
     def save_state() -> None:
         save_atomically(state_path, {
@@ -249,7 +319,7 @@ def train(
                 group["lr"] = learning_rate * factor
         ids = whole[step - held] if pieces and step >= held else mixed[step]
         ids = ids.to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             logits = model(ids[:, :-1])
         objective = F.cross_entropy(logits.float().flatten(0, 1), targets_of(ids, cut).flatten())
         objective.backward()
@@ -283,8 +353,8 @@ def train(
     score = write_row()
     save_checkpoint(
         out, model.half(), **(facts or {}), tokens=steps * per_step, batch=batch, seed=seed,
-        learning_rate=learning_rate, seconds=round(seconds), bits_per_byte=score,
-        torch=torch.__version__,
+        learning_rate=learning_rate, weight_decay=weight_decay, dtype=dtype,
+        seconds=round(seconds), bits_per_byte=score, torch=torch.__version__,
     )
     state_path.unlink(missing_ok=True)
 
@@ -300,17 +370,31 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heldout", type=Path, help="text to score in bits per byte")
     parser.add_argument("--out", type=Path, required=True, help="checkpoint to write")
     parser.add_argument("--tokenizer", type=Path, default=HERE / "tokenizer.model")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 512 tokens per step")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="of a new tokenizer")
+    parser.add_argument("--sizes", type=json.loads, default={}, metavar="JSON",
+                        help='other sizes of the model, such as {"n_layers": 4}')
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"),
+                        help="else bfloat16 where the processor computes fast in it")
     parser.add_argument("--weight-decay", type=float, default=0.2, help="of matrices in blocks")
     parser.add_argument("--keep-every", type=int, default=0, metavar="TOKENS",
                         help="also keep the weights of every so many tokens, as OUT-<tokens>")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from OUT.state")
     args = parser.parse_args(argv)
-    if min(args.tokens, args.batch) < 1 or not 0 < args.learning_rate < math.inf:
-        parser.error("--tokens, --batch and --learning-rate must be positive")
+    if min(args.tokens, args.batch, args.vocab_size) < 1 or not 0 < args.learning_rate < math.inf:
+        parser.error("--tokens, --batch, --vocab-size and --learning-rate must be positive")
+    if args.keep_every < 0 or not 0 <= args.weight_decay < math.inf:
+        parser.error("--keep-every and --weight-decay must be 0 or positive")
     try:
+        DecoderConfig(1, **args.sizes)
+    except (TypeError, ValueError) as error:
+        parser.error(f"--sizes: {error}")
+    if args.init and args.sizes:
+        parser.error("--init brings its own sizes")
+    try:
+        check_out(args.out, args.resume)
         kinds = (("whole", args.files), ("heads", args.heads), ("middles", args.middles),
                  ("tails", args.tails))
         counts = Counter((path, kind) for kind, paths in kinds for path in paths)
@@ -318,8 +402,16 @@ def main(argv: list[str] | None = None) -> int:
         heldout = read_documents(args.heldout) if args.heldout else None
         initial = load_checkpoint(args.init) if args.init else None
         if not args.tokenizer.exists():
-            train_tokenizer((text for path in texts for text in texts[path]), args.tokenizer)
-        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(args.tokenizer))
+            train_tokenizer(
+                (text for path in texts for text in texts[path]), args.tokenizer, args.vocab_size
+            )
+        tokenizer = load_tokenizer(args.tokenizer)
+        pieces = tokenizer.vocab_size()
+        config = initial.config if initial else DecoderConfig(pieces, **args.sizes)
+        if config.vocab_size != pieces:
+            raise ValueError(f"{args.init} has {config.vocab_size} tokens, the tokenizer {pieces}")
+        dtype, why = (args.dtype, "as asked for") if args.dtype else choose_dtype()
+        print(f"training in {dtype}: {why}", file=sys.stderr, flush=True)
         documents, pieces = [], []
         for (path, kind), count in counts.items():
             encoded = encode(tokenizer, texts[path], kind)
@@ -327,12 +419,11 @@ def main(argv: list[str] | None = None) -> int:
             size = sum(map(len, encoded))
             print(f"{path.name}: {kind}, {len(encoded):,} documents, {size:,} tokens, x {count}",
                   file=sys.stderr, flush=True)
-        config = initial.config if initial else DecoderConfig(vocab_size=tokenizer.vocab_size())
         train(
             config, documents, args.out,
             tokens=args.tokens, batch=args.batch, learning_rate=args.learning_rate, seed=args.seed,
             weight_decay=args.weight_decay, pieces=pieces, cut=tokenizer.unk_id(), initial=initial,
-            resume=args.resume, keep_every=args.keep_every,
+            dtype=dtype, resume=args.resume, keep_every=args.keep_every,
             evaluate=(lambda model: bits_per_byte(model, tokenizer, heldout)) if heldout else None,
             facts={"files": {path.name: count for (path, _), count in counts.items()}},
         )
