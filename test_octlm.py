@@ -1496,6 +1496,23 @@ def test_training_refuses_other_settings(change: dict, train, tmp_path: Path, mo
     assert (tmp_path / "a.pt.state").read_bytes() == before
 
 
+@pytest.mark.parametrize("first, then, steps", [(160, 320, 9), (320, 160, 9), (320, 160, 17)])
+def test_tokens_are_fixed_once_the_rate_falls(
+    first: int, then: int, steps: int, train, tmp_path: Path, monkeypatch
+):
+    """By the old number of tokens or by the new: 8 of 10 and 16 of 20 steps are held."""
+
+    def stop(model: Decoder) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
+    settings = SETTINGS | {"out": tmp_path / "a.pt", "evaluate_every": 16 * (steps + 1)}
+    with pytest.raises(KeyboardInterrupt):
+        train.train(**settings | {"tokens": first}, evaluate=stop)
+    with pytest.raises(ValueError, match="a.pt.state: too late for other tokens, the rate falls"):
+        train.train(**settings | {"tokens": then}, resume=True)
+
+
 def test_a_loss_that_is_not_a_number_stops_the_run(train, tmp_path: Path):
     initial = Decoder(TINY)
     with torch.no_grad():
