@@ -1,16 +1,21 @@
 """Train the default octlm model, and its tokenizer if there is none, on plain text files.
 
-    python checkpoints/train.py FILE [FILE ...] --tokens N [--heldout FILE] [--resume]
+    python checkpoints/train.py FILE [FILE ...] --tokens N --out OUT [--heldout FILE] [--resume]
 
-Documents are separated by a line `<|endoftext|>`; a file named twice counts twice. Every random
-choice follows from the seed and the step alone, so a resumed run equals an unbroken one bit for
-bit. Beside the checkpoint OUT lie OUT.state (removed at the end) and OUT.jsonl, one row per
-evaluation.
+Documents are separated by a line `<|endoftext|>`; a file named twice counts twice. Text cut out of
+longer documents goes to --heads, --middles or --tails, so that the model does not learn that a text
+begins or ends where it was cut.
+
+The learning rate is held, then falls to zero over the last fifth, on whole documents alone. Every
+random choice follows from the seed and the step alone, so a resumed run equals an unbroken one bit
+for bit; until the rate falls, it may be resumed with another --tokens. Beside the checkpoint OUT
+lie OUT.state (removed at the end) and OUT.jsonl, one row per evaluation.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import io
 import json
@@ -19,7 +24,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,7 +37,7 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from octlm import Decoder, DecoderConfig, save_atomically, save_checkpoint
+from octlm import Decoder, DecoderConfig, load_checkpoint, save_atomically, save_checkpoint
 
 SEPARATOR = "<|endoftext|>"
 WARMUP_STEPS = 100
@@ -40,37 +45,81 @@ SAVE_SECONDS = 180
 
 
 def read_documents(path: Path) -> list[str]:
-    """The documents of one file, without the newlines at their ends; empty ones are dropped."""
-    parts = re.split(rf"(?m)^{re.escape(SEPARATOR)}$", path.read_text(encoding="utf-8"))
-    return [document for part in parts if (document := part.strip("\n"))]
+    """The documents of one file, without the newlines at their ends; empty ones are dropped.
+
+    Raises ValueError for a file that is not UTF-8 or holds no text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    # Files that were joined have a byte order mark in their midst.
+    parts = re.split(rf"(?m)^\ufeff?{re.escape(SEPARATOR)}[ \t]*$", text)
+    documents = [document for part in parts if (document := part.strip("\n\ufeff"))]
+    if not documents:
+        raise ValueError(f"{path} holds no text")
+    return documents
 
 
 def train_tokenizer(documents: Iterable[str], target: Path, vocab_size: int = 8192) -> None:
-    """Train a lossless sentencepiece BPE model on the documents and write it to `target`."""
+    """Train a lossless sentencepiece BPE model on the documents and write it to `target`.
+
+    Raises ValueError for documents that do not give so many pieces.
+    """
     trained = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for document in documents for line in document.split("\n") if line),
-        model_writer=trained,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        split_digits=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        user_defined_symbols=["\n"],
-        max_sentence_length=2**30,  # longer lines would be dropped
-        num_threads=2,
-        minloglevel=1,
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in documents for line in text.split("\n") if line),
+            model_writer=trained,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            user_defined_symbols=["\n"],
+            max_sentence_length=2**30,  # longer lines would be dropped
+            num_threads=2,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"no tokenizer of {vocab_size} pieces from this text: {error}") from error
     target.write_bytes(trained.getvalue())
 
 
-def encode(tokenizer: sentencepiece.SentencePieceProcessor, documents: list[str]) -> list[Tensor]:
-    """BOS + tokens + EOS of each document, as int32."""
-    bos, eos = tokenizer.bos_id(), tokenizer.eos_id()
+def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
+    """Raises ValueError for a file that is no sentencepiece model or lacks BOS or EOS."""
+    try:
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except RuntimeError as error:
+        raise ValueError(f"{path} is no sentencepiece model") from error
+    if min(tokenizer.bos_id(), tokenizer.eos_id()) < 0:
+        raise ValueError(f"the tokenizer {path} has no BOS or no EOS")
+    return tokenizer
+
+
+def encode(
+    tokenizer: sentencepiece.SentencePieceProcessor, documents: list[str], kind: str = "whole"
+) -> list[Tensor]:
+    """BOS + tokens + EOS of each document, as int32.
+
+    Where a kind of piece ("heads", "middles", "tails") was cut, <unk> stands instead of BOS or EOS.
+    """
+    cut = tokenizer.unk_id()
+    first = cut if kind in ("middles", "tails") else tokenizer.bos_id()
+    last = cut if kind in ("heads", "middles") else tokenizer.eos_id()
     encoded = tokenizer.encode(documents, num_threads=2)
-    return [torch.tensor([bos, *ids, eos], dtype=torch.int32) for ids in encoded]
+    return [torch.tensor([first, *ids, last], dtype=torch.int32) for ids in encoded]
+
+
+def targets_of(ids: Tensor, cut: int) -> Tensor:
+    """The targets of ids [batch, T + 1]: [batch, T], with -100 for those that do not count.
+
+    The mark of a cut does not count, nor does the token after it, which may be half a word.
+    """
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    return targets.masked_fill((inputs == cut) | (targets == cut), -100)
 
 
 class Batches:
@@ -130,6 +179,37 @@ def bits_per_byte(
     return nats / math.log(2) / size
 
 
+def choose_dtype() -> tuple[str, str]:
+    """The dtype to train in, "bfloat16" or "float32", and why."""
+    if torch.cuda.is_available():
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:  # others compute in bfloat16, too, but many times slower than in float32
+        known = torch.cpu.get_capabilities()
+        fast = known.get("amx_bf16", False) or known.get("avx512_bf16", False)
+    return ("bfloat16", "the processor has it") if fast else ("float32", "no fast bfloat16 here")
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """Raises FileNotFoundError or FileExistsError where the files of a run can't begin or go on."""
+    if not out.absolute().parent.is_dir():
+        raise FileNotFoundError(f"the folder of {out} does not exist")
+    if resume and not Path(f"{out}.state").exists():
+        raise FileNotFoundError(f"{out}.state does not exist: there is nothing to resume")
+    existing = [name for end in ("", ".state", ".jsonl") if Path(name := f"{out}{end}").exists()]
+    if existing and not resume:
+        raise FileExistsError(f"{existing[0]} exists: resume, or move it away first")
+
+
+def load_state(path: Path, device: torch.device) -> dict:
+    """Raises ValueError for a file that is not a state."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        state["settings"], state["optimizers"]
+    except Exception as error:  # what garbled bytes raise is not documented
+        raise ValueError(f"{path} is damaged, or no state") from error
+    return state
+
+
 def train(
     config: DecoderConfig,
     documents: list[Tensor],
@@ -139,55 +219,80 @@ def train(
     batch: int,
     learning_rate: float,
     seed: int,
+    weight_decay: float = 0.2,
+    pieces: Sequence[Tensor] = (),
+    cut: int = 0,
+    initial: Decoder | None = None,
+    dtype: str = "bfloat16",
     resume: bool = False,
+    keep_every: int = 0,
     evaluate_every: int = 1_000_000,
     evaluate=None,
     facts: dict | None = None,
 ) -> None:
     """Train on `tokens` tokens and write the checkpoint to `out`, in float16.
 
-    `evaluate(model)` gives bits per byte. Raises FileExistsError rather than overwrite a checkpoint
-    or a state, and ValueError when a state to resume was made with other settings.
+    The last fifth is on `documents` alone, the rest on `pieces` too; `cut` marks where those were
+    cut. `initial` gives the weights to start from. In "bfloat16", autocast computes the model and
+    Muon trains the matrices in its blocks; in "float32" there is no autocast, and AdamW trains
+    all, since Muon works in bfloat16. Each `keep_every` tokens the weights of the moment are
+    written to OUT-<tokens>. `evaluate(model)` gives bits per byte.
+
+    Raises FileExistsError rather than overwrite a checkpoint or a state, and ValueError for a
+    damaged state or one made with other settings.
     """
+    check_out(out, resume)
     state_path, rows_path = Path(f"{out}.state"), Path(f"{out}.jsonl")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batches = Batches(documents, batch, config.context_length, seed)
+    whole = Batches(documents, batch, config.context_length, seed)
+    mixed = Batches([*documents, *pieces], batch, config.context_length, seed)
     per_step = batch * config.context_length
     steps = math.ceil(tokens / per_step)
     warmup = min(WARMUP_STEPS, max(1, steps // 10))
-    digest = hashlib.sha256(torch.cat(documents).numpy()).hexdigest()
+    held = steps - steps // 5
+    digest = hashlib.sha256(torch.cat([*documents, *pieces]).numpy()).hexdigest()
     settings = {
-        "config": asdict(config), "steps": steps, "batch": batch, "text": digest,
-        "learning_rate": learning_rate, "seed": seed, "evaluate_every": evaluate_every,
+        "config": asdict(config), "batch": batch, "learning_rate": learning_rate,
+        "weight_decay": weight_decay, "dtype": dtype, "seed": seed, "text": digest,
+        "evaluate_every": evaluate_every,
     }
 
     torch.manual_seed(seed)
     model = Decoder(config).to(device)
+    if initial is not None:
+        model.load_state_dict(initial.state_dict())
     matrices = [weight for weight in model.blocks.parameters() if weight.ndim == 2]
     inside = {id(weight) for weight in matrices}
     rest = [weight for weight in model.parameters() if id(weight) not in inside]
-    optimizers = [
-        torch.optim.Muon(
-            matrices, lr=learning_rate, weight_decay=0.5, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    common = {"lr": learning_rate, "weight_decay": weight_decay}
+    if dtype == "bfloat16":
+        inner = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **common)
+    else:
+        inner = torch.optim.AdamW(matrices, betas=(0.9, 0.95), **common)
+    outer = torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers = [inner, outer]
     done, seconds, loss = 0, 0.0, math.nan
     if resume:
-        state = torch.load(state_path, map_location=device, weights_only=True)
-        if state["settings"] != settings:
-            raise ValueError(f"{state_path} was made with other settings or other text")
+        state = load_state(state_path, device)
+        other = [name for name in settings if state["settings"].get(name) != settings[name]]
+        if other:
+            raise ValueError(f"{state_path} was made with another {' and '.join(other)}")
+        if state["steps"] != steps and state["step"] > min(held, state["held"]):
+            raise ValueError(f"{state_path}: too late for other tokens, the rate falls")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         done, seconds, loss = state["step"], state["seconds"], state["loss"]
-    elif existing := [str(path) for path in (out, state_path, rows_path) if path.exists()]:
-        raise FileExistsError(f"{existing[0]} exists: resume, or move it away first")
+        if rows_path.exists():  # rows written after that state come again
+            rows = rows_path.read_text(encoding="utf-8").splitlines(keepends=True)
+            rows = [row for row in rows
+                    if row.endswith("\n") and json.loads(row)["step"] <= min(done, steps - 1)]
+            rows_path.write_text("".join(rows), encoding="utf-8")
 
     def save_state() -> None:
         save_atomically(state_path, {
-            "settings": settings, "step": done, "seconds": seconds, "loss": loss,
-            "model": model.state_dict(),
+            "settings": settings, "steps": steps, "held": held, "step": done,
+            "seconds": seconds, "loss": loss, "model": model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         })
 
@@ -208,14 +313,15 @@ def train(
     for step in range(done, steps):
         started = time.monotonic()
         torch.manual_seed(seed * 1_000_003 + step)  # dropout, too, depends on the step alone
-        factor = min((step + 1) / warmup, (steps - step) / (steps - warmup + 1))
+        factor = min((step + 1) / warmup, 1, (steps - step) / (steps - held + 1))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * factor
-        ids = batches[step].to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        ids = whole[step - held] if pieces and step >= held else mixed[step]
+        ids = ids.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             logits = model(ids[:, :-1])
-        objective = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        objective = F.cross_entropy(logits.float().flatten(0, 1), targets_of(ids, cut).flatten())
         objective.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -233,6 +339,9 @@ def train(
                 f"{(steps - done) * per_step / rate / 60:.0f} min left",
                 file=sys.stderr, flush=True,
             )
+        if keep_every and done * per_step // keep_every > step * per_step // keep_every:
+            kept = copy.deepcopy(model).half()
+            save_checkpoint(out.with_stem(f"{out.stem}-{done * per_step}"), kept)
         crossed = done * per_step // evaluate_every > step * per_step // evaluate_every
         if crossed and done < steps:
             write_row()
@@ -244,8 +353,8 @@ def train(
     score = write_row()
     save_checkpoint(
         out, model.half(), **(facts or {}), tokens=steps * per_step, batch=batch, seed=seed,
-        learning_rate=learning_rate, seconds=round(seconds), bits_per_byte=score,
-        torch=torch.__version__,
+        learning_rate=learning_rate, weight_decay=weight_decay, dtype=dtype,
+        seconds=round(seconds), bits_per_byte=score, torch=torch.__version__,
     )
     state_path.unlink(missing_ok=True)
 
@@ -253,37 +362,70 @@ def train(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train the default octlm model on text files.")
     parser.add_argument("files", nargs="+", type=Path, help="text; named twice, it counts twice")
+    for kind, lack in (("heads", "end"), ("middles", "beginning and end"), ("tails", "beginning")):
+        parser.add_argument(f"--{kind}", action="append", default=[], type=Path, metavar="FILE",
+                            help=f"text cut out of longer documents, without their {lack}")
+    parser.add_argument("--init", type=Path, help="checkpoint to start from; else random weights")
     parser.add_argument("--tokens", type=int, required=True, help="how many tokens to train on")
     parser.add_argument("--heldout", type=Path, help="text to score in bits per byte")
-    parser.add_argument("--out", type=Path, default=HERE / "octlm-26m.pt")
+    parser.add_argument("--out", type=Path, required=True, help="checkpoint to write")
     parser.add_argument("--tokenizer", type=Path, default=HERE / "tokenizer.model")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 512 tokens per step")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="of a new tokenizer")
+    parser.add_argument("--sizes", type=json.loads, default={}, metavar="JSON",
+                        help='other sizes of the model, such as {"n_layers": 4}')
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"),
+                        help="else bfloat16 where the processor computes fast in it")
+    parser.add_argument("--weight-decay", type=float, default=0.2, help="of matrices in blocks")
+    parser.add_argument("--keep-every", type=int, default=0, metavar="TOKENS",
+                        help="also keep the weights of every so many tokens, as OUT-<tokens>")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from OUT.state")
     args = parser.parse_args(argv)
-    if min(args.tokens, args.batch) < 1 or not 0 < args.learning_rate < math.inf:
-        parser.error("--tokens, --batch and --learning-rate must be positive")
+    if min(args.tokens, args.batch, args.vocab_size) < 1 or not 0 < args.learning_rate < math.inf:
+        parser.error("--tokens, --batch, --vocab-size and --learning-rate must be positive")
+    if args.keep_every < 0 or not 0 <= args.weight_decay < math.inf:
+        parser.error("--keep-every and --weight-decay must be 0 or positive")
     try:
-        counts = Counter(args.files)
-        texts = {path: read_documents(path) for path in counts}
+        DecoderConfig(1, **args.sizes)
+    except (TypeError, ValueError) as error:
+        parser.error(f"--sizes: {error}")
+    if args.init and args.sizes:
+        parser.error("--init brings its own sizes")
+    try:
+        check_out(args.out, args.resume)
+        kinds = (("whole", args.files), ("heads", args.heads), ("middles", args.middles),
+                 ("tails", args.tails))
+        counts = Counter((path, kind) for kind, paths in kinds for path in paths)
+        texts = {path: read_documents(path) for path, _ in counts}
         heldout = read_documents(args.heldout) if args.heldout else None
+        initial = load_checkpoint(args.init) if args.init else None
         if not args.tokenizer.exists():
-            train_tokenizer((text for path in texts for text in texts[path]), args.tokenizer)
-        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(args.tokenizer))
-        documents = []
-        for path, count in counts.items():
-            encoded = encode(tokenizer, texts[path])
-            documents += encoded * count
+            train_tokenizer(
+                (text for path in texts for text in texts[path]), args.tokenizer, args.vocab_size
+            )
+        tokenizer = load_tokenizer(args.tokenizer)
+        pieces = tokenizer.vocab_size()
+        config = initial.config if initial else DecoderConfig(pieces, **args.sizes)
+        if config.vocab_size != pieces:
+            raise ValueError(f"{args.init} has {config.vocab_size} tokens, the tokenizer {pieces}")
+        dtype, why = (args.dtype, "as asked for") if args.dtype else choose_dtype()
+        print(f"training in {dtype}: {why}", file=sys.stderr, flush=True)
+        documents, pieces = [], []
+        for (path, kind), count in counts.items():
+            encoded = encode(tokenizer, texts[path], kind)
+            (documents if kind == "whole" else pieces).extend(encoded * count)
             size = sum(map(len, encoded))
-            print(f"{path.name}: {len(encoded):,} documents, {size:,} tokens, x {count}",
+            print(f"{path.name}: {kind}, {len(encoded):,} documents, {size:,} tokens, x {count}",
                   file=sys.stderr, flush=True)
         train(
-            DecoderConfig(vocab_size=tokenizer.vocab_size()), documents, args.out,
+            config, documents, args.out,
             tokens=args.tokens, batch=args.batch, learning_rate=args.learning_rate, seed=args.seed,
-            resume=args.resume,
+            weight_decay=args.weight_decay, pieces=pieces, cut=tokenizer.unk_id(), initial=initial,
+            dtype=dtype, resume=args.resume, keep_every=args.keep_every,
             evaluate=(lambda model: bits_per_byte(model, tokenizer, heldout)) if heldout else None,
-            facts={"files": {path.name: count for path, count in counts.items()}},
+            facts={"files": {path.name: count for (path, _), count in counts.items()}},
         )
     except (OSError, ValueError, RuntimeError) as error:
         print(f"train.py: {error}", file=sys.stderr)

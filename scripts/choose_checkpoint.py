@@ -1,0 +1,114 @@
+"""Choose the checkpoint whose greedy text is the surest in float16.
+
+    python scripts/choose_checkpoint.py CHECKPOINT [CHECKPOINT ...] --heldout FILE [--out FILE]
+
+Candidates are the checkpoints, named from the oldest to the newest, and two averages of each last
+two or more: with equal weights and with weights that rise 1, 2, 3 and so on. Those within 0.003
+bits per byte of the best are tested on the greedy text from BOS to the end of the context. One
+fits if the two best logits are always 0.03 apart or more in float32, the text has 120 different
+tokens or more, float16 writes the same text, and so do 20 passes in which every output of a linear
+layer is shifted at random by up to half a float16 step. The best that fits goes to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "checkpoints")]
+
+from train import bits_per_byte, load_tokenizer, read_documents
+
+from octlm import Decoder, load_checkpoint, save_checkpoint
+
+WITHIN, GAP, DIFFERENT, PASSES = 0.003, 0.03, 120, 20
+
+
+def average(models: list[Decoder], weights: list[int]) -> Decoder:
+    """The weighted mean of the models' parameters, rounded to float16 as it would be shipped."""
+    mean = Decoder(models[0].config).eval()
+    with torch.no_grad():
+        for target, *sources in zip(mean.parameters(), *(model.parameters() for model in models)):
+            target.copy_(sum(w * source for w, source in zip(weights, sources)) / sum(weights))
+    return mean.half().float()
+
+
+def shift(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    """A forward hook: moves each output at random by up to half a float16 step."""
+    # Below 2 ** -14, float16 steps shrink no more.
+    exponent = torch.frexp(output).exponent.clamp(min=-13).masked_fill(output == 0, -13)
+    return output + torch.ldexp(torch.rand_like(output) - 0.5, exponent - 11)
+
+
+@torch.inference_mode()
+def examine(model: Decoder, bos: int) -> tuple[float, int, bool, int]:
+    """Of the greedy text from BOS: the smallest gap between the two best logits, the number of
+    different tokens, whether float16 writes the same, and how many of the shifted passes do.
+
+    A pass over the whole text shows whether each token would have been chosen again.
+    """
+    start = torch.tensor([[bos]])
+    text = model.generate_cached(start, model.config.context_length)
+    best = model(text[:, :-1]).topk(2).values
+    gap = (best[..., 0] - best[..., 1]).min().item()
+    hooks = [module.register_forward_hook(shift) for module in model.modules()
+             if isinstance(module, nn.Linear)]
+    torch.manual_seed(0)
+    same = sum(torch.equal(model(text[:, :-1]).argmax(-1), text[:, 1:]) for _ in range(PASSES))
+    for hook in hooks:
+        hook.remove()
+    in_half = copy.deepcopy(model).half().generate_cached(start, model.config.context_length)
+    return gap, len(text[0, 1:].unique()), torch.equal(in_half, text), same
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Choose the checkpoint surest in float16.")
+    parser.add_argument("checkpoints", nargs="+", type=Path, help="from the oldest to the newest")
+    parser.add_argument("--heldout", type=Path, required=True, help="text to score")
+    parser.add_argument("--tokenizer", type=Path, default=ROOT / "checkpoints" / "tokenizer.model")
+    parser.add_argument("--out", type=Path, help="checkpoint to write")
+    args = parser.parse_args(argv)
+    try:
+        tokenizer, heldout = load_tokenizer(args.tokenizer), read_documents(args.heldout)
+        models = [load_checkpoint(path) for path in args.checkpoints]
+        if len({model.config for model in models}) > 1:
+            raise ValueError("the checkpoints differ in their config")
+        candidates = {path.stem: model for path, model in zip(args.checkpoints, models)}
+        for count in range(2, len(models) + 1):
+            last = models[-count:]
+            candidates[f"mean of the last {count}"] = average(last, [1] * count)
+            candidates[f"rising mean of the last {count}"] = average(last, range(1, count + 1))
+        scores = {name: bits_per_byte(model, tokenizer, heldout)
+                  for name, model in candidates.items()}
+        print("| candidate | bits per byte | smallest gap | different tokens | float16 equal | "
+              "shifted equal |\n|:--|--:|--:|--:|:--|--:|", flush=True)
+        chosen = None
+        for name, score in sorted(scores.items(), key=lambda item: item[1]):
+            cells = ["", "", "", ""]
+            if score <= min(scores.values()) + WITHIN:
+                gap, different, equal, same = examine(candidates[name], tokenizer.bos_id())
+                cells = [f"{gap:.4f}", different, "yes" if equal else "no", f"{same} of {PASSES}"]
+                fits = gap >= GAP and different >= DIFFERENT and equal and same == PASSES
+                chosen = chosen or (name if fits else None)
+            print(f"| {name} | {score:.4f} |", *(f"{cell} |" for cell in cells), flush=True)
+        if chosen is None:
+            raise ValueError("no candidate fits")
+        print(f"\nchosen: {chosen}")
+        if args.out:
+            facts = torch.load(args.checkpoints[-1], weights_only=True)["facts"]
+            facts |= {"chosen": chosen, "bits_per_byte": scores[chosen]}
+            save_checkpoint(args.out, candidates[chosen].half(), **facts)
+    except (OSError, ValueError) as error:
+        print(f"choose_checkpoint.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
