@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import sentencepiece
@@ -263,7 +263,7 @@ def cache_stage(args: argparse.Namespace) -> None:
     rows = []
     for length in args.lengths:
         row = about | measure(model, prompt, length, args.repeats, report)
-        row["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        row["time"] = datetime.now(UTC).isoformat(timespec="seconds")
         line = json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
         append_line(args.out, line, first=not rows)
         rows.append(row)

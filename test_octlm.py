@@ -36,7 +36,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError, asdict, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import ANY, MagicMock
@@ -2023,7 +2023,7 @@ def test_cache_stage(tmp_path: Path, capsys):
     command = [sys.executable, HERE / "day5.py", "cache", "--lengths", "4", "8", "--repeats", "2"]
     command += ["--device", "cpu", "--threads", "1", "--out", "rows.jsonl"]
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}  # the default that --threads overrides
-    start = datetime.now(timezone.utc).replace(microsecond=0)
+    start = datetime.now(UTC).replace(microsecond=0)
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     path = tmp_path / "rows.jsonl"
@@ -2033,7 +2033,7 @@ def test_cache_stage(tmp_path: Path, capsys):
         naive, cached = row["naive_seconds"], row["cached_seconds"]
         assert len(naive) == len(cached) == 2 and min(naive + cached) > 0
         naive, cached = statistics.median(naive), statistics.median(cached)
-        assert start <= datetime.fromisoformat(row["time"]) <= datetime.now(timezone.utc)
+        assert start <= datetime.fromisoformat(row["time"]) <= datetime.now(UTC)
         expected = {
             "type": "cache_benchmark", "length": length, "greedy_equal": True, "device": "cpu",
             "naive_tokens_per_second": length / naive, "speedup": naive / cached,

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import sentencepiece
@@ -303,7 +303,7 @@ def train(
         model.train()
         row = {"type": "evaluation", "step": done, "tokens": done * per_step,
                "seconds": round(seconds, 1), "train_loss": loss, "bits_per_byte": score,
-               "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+               "time": datetime.now(UTC).isoformat(timespec="seconds")}
         with open(rows_path, "a", encoding="utf-8") as rows:
             rows.write(json.dumps(row, sort_keys=True) + "\n")
         return score
