@@ -193,12 +193,13 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, threads = self.weight, torch.get_num_threads()
         if (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not x.is_cpu
-                or x.shape != (1, 1, self.in_features) or x.dtype != torch.float32
-                or threads == 1 or self.out_features % threads  # then an ordinary, dense weight
-                or type(weight) not in (nn.Parameter, Tensor) or weight.layout != torch.strided
-                or not weight.is_contiguous()):
+                or x.shape != (1, 1, self.in_features) or x.dtype != torch.float32):
+            return super().forward(x)
+        weight, threads = self.weight, torch.get_num_threads()
+        ordinary = type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided
+        if (threads == 1 or self.out_features % threads
+                or not ordinary or not weight.is_contiguous()):  # a quantized weight, for example
             return super().forward(x)
         slices = weight.view(threads, -1, self.in_features)
         return torch.bmm(x.expand(threads, -1, -1), slices.mT).view(1, 1, -1)
@@ -537,11 +538,10 @@ def _check_sampling(temperature: float, top_k: int | None, generator: torch.Gene
         raise ValueError(f"temperature must be a finite number >= 0, got {temperature!r}")
     if top_k is not None and (type(top_k) is not int or top_k < 1):
         raise ValueError(f"top_k must be None or an integer >= 1, got {top_k!r}")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise ValueError(f"generator must be a torch.Generator, got {type(generator).__name__}")
     # A generator's device may read "cuda" where a tensor's reads "cuda:0", so a tensor is asked.
-    if generator is not None and torch.empty(0, device=generator.device).device != device:
-        raise ValueError(f"generator must be on {device}, got {generator.device}")
+    where = getattr(generator, "device", None)
+    if generator is not None and (where is None or torch.empty(0, device=where).device != device):
+        raise ValueError(f"generator must be on {device}, got {where or repr(generator)}")
 
 
 def kv_cache_bytes(config: DecoderConfig, length: int, element_size: int) -> int:
@@ -647,7 +647,9 @@ def _restore(content: Any) -> tuple[Decoder, dict[str, Any]]:
         raise ValueError("config, weights and facts must be dictionaries")
     names = {field.name for field in fields(DecoderConfig)}
     if given.keys() != names:
-        raise ValueError(f"config fields must be {sorted(names)}, got {sorted(map(str, given))}")
+        missing, extra = (", ".join(sorted(map(str, keys))) or "none"
+                          for keys in (names - given.keys(), given.keys() - names))
+        raise ValueError(f"config fields missing: {missing}; unexpected: {extra}")
     config = DecoderConfig(**given)
     if config.n_layers > len(weights):  # said before a model of so many layers is built
         raise ValueError(f"{config.n_layers} layers in the config, but {len(weights)} weights")
@@ -663,15 +665,15 @@ def _restore(content: Any) -> tuple[Decoder, dict[str, Any]]:
         weights[name] = weight.to(torch.float32, copy=True).contiguous()
         if not _is_finite(weights[name]):
             raise ValueError(f"weight {name} is not finite")
-    with torch.device("meta"):  # shapes alone: no memory, no random numbers
-        model = Decoder(config)
     if "lm_head.weight" in weights:
-        raise ValueError("unexpected weight lm_head.weight: the head is the token embedding")
+        raise ValueError("Unexpected weight lm_head.weight: the head is the token embedding")
     if "token_embedding.weight" in weights:
         weights["lm_head.weight"] = weights["token_embedding.weight"]
     try:
+        with torch.device("meta"):  # shapes alone: no memory, no random numbers
+            model = Decoder(config)
         model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:  # names what is missing, unexpected or of another shape
+    except RuntimeError as error:  # it names what is missing, unexpected or of another shape
         raise ValueError(" ".join(str(error).split())) from error
     model.lm_head.weight = model.token_embedding.weight
     return model.eval(), facts

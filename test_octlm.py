@@ -394,6 +394,31 @@ def test_linear_layers(shape: tuple[int, ...], outputs: int, threads: int):
         assert_near(layer.weight.grad[output], x.double().reshape(-1, 5).numpy().sum(0), 1e-6)
 
 
+class NoView(torch.Tensor):
+    """A weight that is no ordinary tensor and, as quantized ones do, cannot be viewed."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.view:
+            raise NotImplementedError("view")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("change", [
+    lambda weight: weight.as_subclass(NoView), lambda weight: weight.t().contiguous().t(),
+], ids=["subclass", "columns first"])
+def test_linear_layers_take_any_weight(change: Callable):
+    layer, x = octlm.Linear(6, 8), torch.randn(1, 1, 6, generator=seeded(0))
+    expected = x @ layer.weight.detach().T
+    layer.weight = torch.nn.Parameter(change(layer.weight.detach()), requires_grad=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_near(layer(x), expected, 1e-6)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_linear_layers_refuse_another_width():
     with pytest.raises(RuntimeError):
         octlm.Linear(8, 6)(torch.ones(2, 4))
@@ -533,7 +558,7 @@ def test_cache_must_have_one_entry_per_layer():
     model = small_model()
     _, cache = model.forward_cached(random_ids(1, 3))
     for wrong in ([], cache[:1], cache + cache[:1], [cache[0], cache[1][:1]], [None, None],
-                  [cache[0], (None, None)], [1, 2]):
+                  [cache[0], (None, None)], [1, 2], (pair for pair in cache), torch.zeros(2), 3):
         with pytest.raises(ValueError, match="^cache must have one entry per layer"):
             model.forward_cached(random_ids(1, 1), wrong)
 
@@ -707,14 +732,14 @@ def test_the_result_is_an_ordinary_tensor(name: str, count: int, dtype, mode: Ca
     ("generate", 6, [6, 7, 8, 8, 8, 8]),
 ])
 def test_what_a_generator_computes(name: str, length: int, expected: list[int]):
-    """n new tokens cost one prompt pass and n - 1 steps; the baseline projects one position."""
+    """n new tokens cost one prompt pass and n - 1 steps; both project one position a pass."""
     model, passes, projected = small_model(context_length=8), [], []
     for block in model.blocks:
         block.attention.key.register_forward_hook(lambda _, x, y: passes.append(x[0].shape[1]))
     model.lm_head.register_forward_hook(lambda _, x, y: projected.append(x[0].numel() // 128))
     getattr(model, name)(random_ids(2, length), 6)
     assert passes == [positions for positions in expected for _ in model.blocks]
-    assert projected == (expected if name == "generate_cached" else [1] * 6)
+    assert projected == [1] * 6
 
 
 @over_paths
@@ -842,6 +867,17 @@ def test_stream_stops_at_the_first_logits_that_are_not_finite(cached: bool):
         next(stream)
 
 
+@pytest.mark.parametrize("name", ["generate", "generate_cached"])
+def test_the_last_position_alone_meets_the_vocabulary(name: str):
+    """In the prompt's pass, in every step, and past the context: neither path projects more."""
+    model, rows = small_model(), []
+    model.lm_head.register_forward_hook(lambda head, inputs, _: rows.append(inputs[0].shape[:2]))
+    getattr(model, name)(random_ids(2, 9), 6)
+    assert rows == [(2, 1)] * 6
+    model.forward_cached(random_ids(2, 9))
+    assert rows[6:] == [(2, 9)]
+
+
 # Modes a caller may be in, and shapes at the edge
 
 
@@ -924,8 +960,8 @@ def test_a_stream_of_millions_holds_the_context_alone():
     stream = model.stream(random_ids(1, 3), 10**12)
     for _ in range(200):
         next(stream)
-    text = stream.gi_frame.f_locals["text"]
-    assert text.shape == (1, 8) and text.untyped_storage().nbytes() <= 9 * 8
+    token_ids = stream.gi_frame.f_locals["token_ids"]
+    assert token_ids.shape == (1, 8) and token_ids.untyped_storage().nbytes() <= 9 * 8
 
 
 def test_both_passes_compile():
@@ -974,6 +1010,47 @@ def test_top_k_keeps_exactly_k_lowest_index_first(row: list[float], top_k: int, 
     assert set(octlm.sample(logits, 5.0, top_k, seeded(0))[:, 0].tolist()) == kept
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 2.0, "top_k": 3}])
+def test_a_banned_token_is_never_drawn(sampling: dict):
+    """-inf bans a token, also when fewer than top_k are left; the others keep their shares."""
+    logits = torch.tensor([[9.0, 1.0, 0.0, -math.inf], [-math.inf, -math.inf, 2.0, -math.inf]])
+    logits[0, 0] = -math.inf
+    drawn = torch.cat([octlm.sample(logits, generator=seeded(seed), **sampling)
+                       for seed in range(300)], dim=1)
+    assert set(drawn[0].tolist()) == ({1, 2} if sampling else {1}) and (drawn[1] == 2).all()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 2}])
+@pytest.mark.parametrize("wrong", [
+    [0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3, [math.nan, -math.inf, -math.inf],
+], ids=str)
+def test_sample_refuses_a_row_without_a_choice(wrong: list[float], sampling: dict):
+    for rows in ([wrong], [[0.0, 1.0, 2.0], wrong]):  # not in the first row alone
+        with pytest.raises(RuntimeError, match="finite"):
+            octlm.sample(torch.tensor(rows), **sampling)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": "1"}, {"temperature": None},
+    {"temperature": True}, {"top_k": 0}, {"top_k": True}, {"top_k": 2.0}, {"generator": 3},
+    {"generator": "cpu"},
+], ids=str)
+def test_sample_and_stream_refuse_the_same_arguments(wrong: dict):
+    for call in (lambda: octlm.sample(torch.zeros(1, 5), **wrong),
+                 lambda: small_model().stream(random_ids(1, 3), 1, **wrong)):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
+            call()
+
+
+@pytest.mark.parametrize("ids", [[[1, 2]], (1, 2), None, "12", np.ones((1, 2), np.int64)], ids=str)
+def test_token_ids_must_be_a_tensor(ids: object):
+    model = small_model()
+    for call in (model, model.forward_cached, lambda ids: model.generate(ids, 0),
+                 lambda ids: model.stream(ids, 1)):
+        with pytest.raises(ValueError, match="^token IDs must be a tensor, got "):
+            call(ids)
+
+
 def test_top_k_over_the_vocabulary_keeps_all():
     logits = torch.randn(500, 30, generator=seeded(0))
     expected = octlm.sample(logits, 1.3, None, seeded(4))
@@ -1008,7 +1085,7 @@ def test_sample_works_in_float32(dtype: torch.dtype):
     logits = (torch.randn(300, 40, generator=seeded(0)) * 3).to(dtype)
     expected = octlm.sample(logits.float(), 0.8, 9, seeded(2))
     assert torch.equal(octlm.sample(logits, 0.8, 9, seeded(2)), expected)
-    with pytest.raises(RuntimeError, match="not finite"):
+    with pytest.raises(RuntimeError, match="finite largest value"):
         octlm.sample(torch.tensor([[1e300, 2e300]], dtype=torch.float64))
 
 
@@ -1098,6 +1175,69 @@ def test_a_checkpoint_from_cuda_loads_on_the_cpu(saved: Path):
                 data = marked
             file.writestr(name, data)
     assert_same_weights(load_checkpoint(saved), small_model())
+
+
+def test_facts_come_back(tmp_path: Path):
+    """Any name is a fact's, also that of a parameter; a damaged file yields no facts."""
+    facts = {"path": "a", "model": [1, {"é": None}], "seconds": 2.5}
+    save_checkpoint(tmp_path / "a.pt", small_model(), **facts)
+    assert octlm.load_facts(tmp_path / "a.pt") == facts
+    (tmp_path / "a.pt").write_bytes(flipped((tmp_path / "a.pt").read_bytes()))
+    with pytest.raises(ValueError, match="a.pt: .*CRC"):
+        octlm.load_facts(tmp_path / "a.pt")
+
+
+def test_a_model_loaded_in_inference_mode_is_an_ordinary_one(saved: Path):
+    with torch.inference_mode():
+        model = load_checkpoint(saved)
+    assert not any(weight.is_inference() for weight in model.parameters())
+    model(random_ids(1, 5)).sum().backward()
+    assert model.half().token_embedding.weight.dtype == torch.float16
+
+
+SHARED = torch.ones(10_000)  # holds each weight, but not all of them
+
+
+@pytest.mark.parametrize("spread", [
+    lambda weights: weights | {QUERY: torch.ones(1).expand(64, 64)},
+    lambda weights: weights | {QUERY: weights["token_embedding.weight"][0].expand(64, 64)},
+    lambda weights: {name: torch.ones(128).as_strided(weight.shape, [1] * weight.ndim)
+                     for name, weight in weights.items()},
+    lambda weights: {name: SHARED[: weight.numel()].view(weight.shape)
+                     for name, weight in weights.items()},
+], ids=["one number", "one row", "all", "shared"])
+def test_a_weight_that_is_not_in_the_file_in_full(spread: Callable, saved: Path):
+    """A few numbers spread by strides would load as a large model."""
+    content = content_of(saved)
+    content["weights"] = spread(content["weights"])
+    torch.save(content, saved)
+    with pytest.raises(ValueError, match="small.pt: weight .* is not in the file in full"):
+        load_checkpoint(saved)
+
+
+def test_saving_replaces_regular_files_only(tmp_path: Path):
+    """An existing file keeps its mode and a link stays one; a pipe or a folder is refused."""
+    path, link, pipe = tmp_path / "a.pt", tmp_path / "link.pt", tmp_path / "pipe"
+    path.touch(mode=0o600)
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    save_checkpoint(link, small_model())
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o600
+    assert_same_weights(load_checkpoint(path), small_model())
+    for wrong in (pipe, tmp_path, Path("/dev/null")):
+        with pytest.raises(ValueError, match=f"^{wrong} is not a regular file$"):
+            save_checkpoint(wrong, small_model())
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "link.pt", "pipe"] and pipe.is_fifo()
+
+
+def test_a_save_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch):
+    events = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (
+            events.append(name), real(*args)))
+    save_checkpoint(tmp_path / "a.pt", small_model())
+    assert events == ["fsync", "replace"]
 
 
 def test_load_names_what_is_no_file(tmp_path: Path):
@@ -1203,22 +1343,28 @@ WRONG_CONTENTS = [  # where, key, value (None: remove it), and what the message 
     ("", "config", None, "config"),
     ("", "weights", None, "weights"),
     ("", "weights", [1, 2], "weights"),
-    ("config", "d_ff", None, "missing.*d_ff"),
-    ("config", "colour", "red", "unexpected.*colour"),
+    ("config", "d_ff", None, "config fields missing: d_ff"),
+    ("config", "colour", "red", "config fields .*unexpected: colour"),
     ("config", "n_layers", 0, "n_layers"),
-    ("config", "n_layers", 3, "missing.*blocks.2"),
+    ("config", "n_layers", 3, "Missing.*blocks.2"),
     ("config", "n_layers", 10**9, "layers"),
     ("config", "vocab_size", 2**62, ""),
     ("config", "rope_base", math.nan, "rope_base"),
     ("config", "position", ["rope"], "position"),
-    ("weights", QUERY, None, f"missing.*{QUERY}"),
-    ("weights", "blocks.2.extra.weight", torch.zeros(2), "unexpected.*blocks.2.extra.weight"),
-    ("weights", "lm_head.weight", torch.zeros(61, 64), "unexpected.*lm_head.weight"),
-    ("weights", QUERY, torch.zeros(64, 63), rf"{QUERY} must be \[64, 64\], got \[64, 63\]"),
-    ("weights", QUERY, torch.zeros(1, 64), rf"{QUERY} must be \[64, 64\], got \[1, 64\]"),
+    ("weights", QUERY, None, f"Missing.*{QUERY}"),
+    ("weights", "blocks.2.extra.weight", torch.zeros(2), "Unexpected.*blocks.2.extra.weight"),
+    ("weights", "lm_head.weight", torch.zeros(61, 64), "Unexpected.*lm_head.weight"),
+    ("weights", QUERY, torch.zeros(64, 63), rf"{QUERY}.*\[64, 63\].*\[64, 64\]"),
+    ("weights", QUERY, torch.zeros(1, 64), rf"{QUERY}.*\[1, 64\].*\[64, 64\]"),
     ("weights", QUERY, torch.eye(64) * math.nan, f"{QUERY} is not finite"),
     ("weights", QUERY, torch.eye(64).double() * 1e300, f"{QUERY} is not finite"),
+    ("weights", "blocks.0.feed_forward.up.weight", torch.zeros(64, 48),
+     r"feed_forward.up.weight.*\[64, 48\].*\[48, 64\]"),
     ("weights", QUERY, [1.0, 2.0], QUERY),
+    ("weights", QUERY, torch.eye(64).long(), QUERY),
+    ("weights", QUERY, torch.eye(64).cfloat(), QUERY),
+    ("", "format", "1", "format must be 1, got '1'"),
+    ("", "format", 0, "format must be 1, got 0"),
 ]
 
 
@@ -1254,7 +1400,7 @@ def test_facts_must_be_json(fact: object, saved: Path):
 def test_what_would_not_load_replaces_no_file(change: Callable, saved: Path):
     before, model = saved.read_bytes(), small_model(seed=2)
     change(model)
-    with pytest.raises(ValueError, match="not finite|unexpected.*lm_head"):
+    with pytest.raises(ValueError, match="not finite|Unexpected.*lm_head"):
         save_checkpoint(saved, model)
     assert saved.read_bytes() == before and os.listdir(saved.parent) == ["small.pt"]
 
@@ -2293,27 +2439,34 @@ def test_help_shows_the_defaults(stage: str, defaults: dict, monkeypatch, capsys
         assert options[name].endswith(f"(default: {value})"), name
 
 
-@pytest.mark.parametrize("place", ["generate_cached", "forward_cached"])
+@pytest.mark.parametrize("place", ["generate_cached", "_hidden_cached"])
 def test_no_speed_is_shown_for_other_tokens(place, tiny, tmp_path: Path, monkeypatch, capsys):
     """A decoder made wrong on purpose, from position 6 on: the first length does not show it."""
-    right = getattr(Decoder, place)
+    right, right_linear, wrong = getattr(Decoder, place), octlm.Linear.forward, []
 
     def wrong_tokens(self: Decoder, *arguments, **options) -> Tensor:
         tokens = right(self, *arguments, **options)
         tokens[0, 6:7] = (tokens[0, 6:7] + 1) % 8192
         return tokens
 
-    def wrong_logits(self: Decoder, token_ids: Tensor, cache: octlm.Cache | None = None):
-        logits, cache = right(self, token_ids, cache)
-        if cache[0][0].shape[2] >= 6:
-            logits = logits.roll(1, dims=-1)
-        return logits, cache
+    def after_cached(self: Decoder, token_ids: Tensor, cache: octlm.Cache | None):
+        hidden, cache = right(self, token_ids, cache)
+        wrong.append(cache[0][0].shape[2] >= 6)
+        return hidden, cache
+
+    def head(self: octlm.Linear, x: Tensor) -> Tensor:
+        outputs = right_linear(self, x)
+        is_wrong = self.out_features == 8192 and wrong and wrong.pop()
+        return outputs.roll(1, dims=-1) if is_wrong else outputs
 
     model = load_checkpoint(tiny)
     truth = model.generate(torch.tensor([[1]]), 8)
     logits = model(truth[:, :6])[0].detach()
-    wrong = wrong_tokens if place == "generate_cached" else wrong_logits
-    monkeypatch.setattr(Decoder, place, wrong)
+    if place == "generate_cached":
+        monkeypatch.setattr(Decoder, place, wrong_tokens)
+    else:
+        monkeypatch.setattr(Decoder, place, after_cached)
+        monkeypatch.setattr(octlm.Linear, "forward", head)
     out = tmp_path / "rows.jsonl"
     run = Run(capsys, "cache", "--lengths", 4, 8, 12, "--repeats", 1, "--device", "cpu",
               "--dtype", "float32", "--checkpoint", tiny, "--out", out)
@@ -2328,7 +2481,7 @@ def test_no_speed_is_shown_for_other_tokens(place, tiny, tmp_path: Path, monkeyp
     best, next_best = logits[-1].topk(2).values.tolist()
     assert second["gap"] == pytest.approx(best - next_best, abs=1e-4)
     distance = 0.0
-    if place == "forward_cached":
+    if place == "_hidden_cached":
         distance = (logits[-1].roll(1) - logits[-1]).abs().max().item()
     assert second["max_logit_difference"] == pytest.approx(distance, abs=1e-3)
 
@@ -2481,8 +2634,8 @@ def test_generate_gives_the_same_text_without_cache(trained, tokenizer, monkeypa
     ids = torch.tensor([[1, *tokenizer.encode("Once upon a time")]])
     made = trained.generate(ids, 30, temperature=0.8, top_k=40, generator=seeded(0))[0].tolist()
     assert 2 not in made
-    passes, right = [], Decoder.forward_cached
-    monkeypatch.setattr(Decoder, "forward_cached",
+    passes, right = [], Decoder._hidden_cached
+    monkeypatch.setattr(Decoder, "_hidden_cached",
                         lambda *given: passes.append(1) or right(*given))
     for options, count in (([], 30), (["--no-cache"], 0)):
         run = Run(capsys, "generate", "--tokens", 30, "--device", "cpu", *options)
