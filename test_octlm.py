@@ -264,7 +264,7 @@ REFUSED = [
     *((name, value) for name in ("attention_window", "kv_compress_block")
       for value in (-1, False, 1.0, "1", None)),
     *((name, value) for name in ("rope_base", "rope_scale", "norm_eps")
-      for value in (0, -1, math.nan, math.inf, -math.inf, True, "1", None)),
+      for value in (0, -1, math.nan, math.inf, -math.inf, 3.5e38, True, "1", None)),
     *(("dropout", value) for value in (-0.1, 1, 1.5, math.nan, math.inf, False, "0", None)),
     *(("position", value) for value in ("alibi", "", "RoPE", None, 0)),
     *(("attention", value) for value in ("flash", "", "SDPA", None, True)),
@@ -666,7 +666,66 @@ def test_dropout_in_training_only(attention: str):
     assert not torch.equal(layer(x, rope), layer(x, rope))  # on the attention weights, too
 
 
+PLACES = [  # the calls of dropout in their order, and the weight whose zeros have the same effect
+    "token_embedding", *(f"blocks.{layer}.{name}" for layer in range(2) for name in (
+        "attention.value", "attention.output", "feed_forward.down")),
+]
+
+
+@pytest.mark.parametrize("place", range(7), ids=PLACES)
+def test_dropout_in_each_place(place: int, monkeypatch):
+    """To drop all of one branch is to take that branch out, and nothing else."""
+    model, ids, seen = small_model(attention="manual", dropout=0.3).train(), random_ids(2, 5), []
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        assert p == 0.3 and training
+        seen.append(tuple(x.shape))
+        return x * 0 if len(seen) == place + 1 else x
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "dropout", dropout)
+        logits = model(ids)
+    assert seen == [(2, 5, 64), *[(2, 8, 5, 5), (2, 5, 64), (2, 5, 64)] * 2]
+    if place == 0:
+        assert (logits == 0).all()
+    else:
+        model.get_parameter(f"{PLACES[place]}.weight").data.zero_()
+        assert_near(logits, model.eval()(ids), 2e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_sdpa_is_given_the_dropout_in_training(training: bool, monkeypatch):
+    given, right = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention",
+        lambda q, k, v, mask, p, is_causal: given.append(p) or right(
+            q, k, v, mask, 0.0, is_causal=is_causal))
+    small_model(dropout=0.3).train(training)(random_ids(1, 4))
+    assert given == [0.3 if training else 0.0] * 2
+
+
+def test_learned_positions_are_drawn():
+    torch.manual_seed(0)
+    config = replace(SMALL, position="learned", context_length=500)
+    weight = Decoder(config).position_embedding.weight
+    assert weight.std().item() == pytest.approx(0.02, rel=0.02) and weight.requires_grad
+
+
+def test_the_cached_pass_gives_inference_tensors():
+    logits, cache = small_model().forward_cached(random_ids(1, 3))
+    assert all(tensor.is_inference() for tensor in (logits, *tensors_of(cache)))
+
+
 # The two generators
+
+
+@over_paths
+def test_a_stream_and_its_prompt_share_no_memory(cached: bool):
+    model, prompt = small_model(), random_ids(1, 4)
+    expected = [token.item() for token in model.stream(prompt, 5, cached)]
+    stream = model.stream(prompt, 5, cached)
+    prompt.zero_()
+    assert [token.item() for token in stream] == expected
 
 
 def by_hand(model: Decoder, ids: Tensor, count: int, **sampling) -> Tensor:
@@ -1051,6 +1110,14 @@ def test_token_ids_must_be_a_tensor(ids: object):
             call(ids)
 
 
+def test_a_small_temperature_is_not_rounded():
+    """At 1e-3 a logit that is larger by 0.01 is e ** 10 times as likely; by 0.0005, 1.65 times."""
+    clear, close = torch.tensor([[0.0, 0.01]] * 500), torch.tensor([[0.0, 0.0005]] * 4000)
+    assert (octlm.sample(clear, 1e-3, generator=seeded(0)) == 1).all()
+    share = octlm.sample(close, 1e-3, generator=seeded(0)).float().mean().item()
+    assert share == pytest.approx(1 / (1 + math.exp(-0.5)), abs=0.03)
+
+
 def test_top_k_over_the_vocabulary_keeps_all():
     logits = torch.randn(500, 30, generator=seeded(0))
     expected = octlm.sample(logits, 1.3, None, seeded(4))
@@ -1177,6 +1244,11 @@ def test_a_checkpoint_from_cuda_loads_on_the_cpu(saved: Path):
     assert_same_weights(load_checkpoint(saved), small_model())
 
 
+def test_load_takes_a_device(saved: Path):
+    assert load_checkpoint(saved, device="meta").lm_head.weight.is_meta
+    assert load_checkpoint(saved, torch.device("cpu")).lm_head.weight.is_cpu
+
+
 def test_facts_come_back(tmp_path: Path):
     """Any name is a fact's, also that of a parameter; a damaged file yields no facts."""
     facts = {"path": "a", "model": [1, {"é": None}], "seconds": 2.5}
@@ -1294,15 +1366,18 @@ def test_load_refuses_damaged_files(damage: Callable, saved: Path):
 
 def test_a_bit_flipped_anywhere_is_refused_or_harmless(saved: Path):
     """The zip's own directory has no checksum: flipped there, a bit can leave a weight unread."""
-    data, expected = saved.read_bytes(), small_model()
+    data, expected, loads, places = saved.read_bytes(), small_model(), 0, 0
     for place in (*range(0, len(data) - 4000, 1499), *range(len(data) - 4000, len(data), 13)):
         damaged = bytearray(data)
         damaged[place] ^= 1 << place % 8
         saved.write_bytes(damaged)
+        places += 1
         with contextlib.suppress(ValueError):
             loaded = load_checkpoint(saved)
             assert loaded.config == SMALL
             assert_same_weights(loaded, expected)
+            loads += 1
+    assert 0 < loads < places / 2  # in some places, such as padding, a bit has no meaning
 
 
 @pytest.mark.parametrize("content", [[1, 2], {}, small_model().state_dict(), small_model(), 3])
@@ -1419,8 +1494,9 @@ def test_an_interrupted_save_keeps_the_old_file(fault, place: str, saved: Path, 
         patch.setattr(*((torch, "save") if place == "write" else (os, "replace")), fail)
         with pytest.raises(type(fault)):
             save_checkpoint(saved, small_model(seed=2))
-    assert saved.read_bytes() == before
-    save_checkpoint(saved, small_model(seed=2))  # what was left behind is in nobody's way
+    assert saved.read_bytes() == before and os.listdir(saved.parent) == ["small.pt"]
+    Path(f"{saved}.partial").touch()  # what a killed save leaves behind is in nobody's way
+    save_checkpoint(saved, small_model(seed=2))
     assert_same_weights(load_checkpoint(saved), small_model(seed=2))
     assert os.listdir(saved.parent) == ["small.pt"]
 
