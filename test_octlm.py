@@ -840,11 +840,13 @@ BAD_CALLS = [
     ({"token_ids": torch.zeros(1, 3)}, "token IDs must be .*int64"),
     ({"token_ids": torch.tensor([[3, -1, 5]])}, "token IDs must be .*60, got -1"),
     ({"token_ids": torch.tensor([[3, 61, 5]])}, "token IDs must be .*60, got .*61"),
+    ({"token_ids": torch.tensor([[3, 4], [3, 61]])}, "token IDs must be .*60, got .*61"),
+    ({"token_ids": torch.tensor([[-1] + [3] * 13])}, "token IDs must be .*60, got -1"),  # cropped
     ({"token_ids": torch.zeros(1, 3, dtype=torch.long, device="meta")}, "token IDs must be on cpu"),
     *(({"max_new_tokens": value}, "max_new_tokens must be") for value in (-1, 2.0, True)),
     *(({"temperature": value}, "temperature must be")
-      for value in (-0.5, math.nan, math.inf, -math.inf)),
-    *(({"top_k": value}, "top_k must be") for value in (0, -3, 1.5)),
+      for value in (-0.5, math.nan, math.inf, -math.inf, "1", None, True)),
+    *(({"top_k": value}, "top_k must be") for value in (0, -3, 1.5, True)),
     ({"generator": SimpleNamespace(device=torch.device("meta"))}, "generator must be on cpu"),
     ({"training": True}, ".*requires eval mode"),
 ]
@@ -924,6 +926,20 @@ def test_stream_stops_at_the_first_logits_that_are_not_finite(cached: bool):
     assert [next(stream).item() for _ in range(3)] == expected
     with pytest.raises(RuntimeError, match="not finite"):
         next(stream)
+
+
+@over_paths
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_stream_refuses_logits_of_any_row(cached: bool, value: float):
+    """-inf as well: in a model's own logits it is no ban but a fault."""
+
+    def spoil(head: octlm.Linear, inputs: tuple, logits: Tensor) -> None:
+        logits[1, -1, 3] = value
+
+    model = small_model()
+    model.lm_head.register_forward_hook(spoil)
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        next(model.stream(random_ids(2, 4), 1, cached))
 
 
 @pytest.mark.parametrize("name", ["generate", "generate_cached"])
@@ -1342,24 +1358,25 @@ def repeated(data: bytes) -> bytes:
     return buffer.getvalue()
 
 
-DAMAGES = {
-    "empty": lambda data: b"",
-    **{f"cut to {cut}": lambda data, cut=cut: data[: int(cut * len(data))]
+DAMAGES = {  # what is done to the file, and what the message must say
+    "empty": (lambda data: b"", "not a zip file"),
+    **{f"cut to {cut}": (lambda data, cut=cut: data[: int(cut * len(data))], "not a zip file")
        for cut in (0.0001, 0.1, 0.5, 0.99)},
-    "one byte short": lambda data: data[:-1],
-    "one bit flipped": flipped,
-    "text": lambda data: b"Once upon a time\n" * 100,
-    "an entry twice": repeated,
-    "zip": lambda data: foreign_zip("hello.txt"),
-    "foreign pickle": lambda data: foreign_zip("archive/data.pkl"),
+    "one byte short": (lambda data: data[:-1], "not a zip file"),
+    "one bit flipped": (flipped, "CRC-32 .*data/0"),
+    "text": (lambda data: b"Once upon a time\n" * 100, "not a zip file"),
+    "an entry twice": (repeated, "an entry is there twice"),
+    "zip": (lambda data: foreign_zip("hello.txt"), "not in a subdirectory: hello.txt"),
+    "foreign pickle": (lambda data: foreign_zip("archive/data.pkl"), "version"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_load_refuses_damaged_files(damage: Callable, saved: Path):
+@pytest.mark.parametrize("damage, fault", DAMAGES.values(), ids=DAMAGES)
+def test_load_refuses_damaged_files(damage: Callable, fault: str, saved: Path):
     """torch.load alone returns a model with the flipped bit in it."""
     saved.write_bytes(damage(saved.read_bytes()))
-    with pytest.raises(ValueError, match="small.pt: .*[a-z]{4}") as error:
+    with (warnings.catch_warnings(action="ignore"),  # a refusal must not rest on a warning
+          pytest.raises(ValueError, match=f"small.pt: .*{fault}") as error):
         load_checkpoint(saved)
     assert str(saved) in str(error.value) and "\n" not in str(error.value)
 
@@ -1384,7 +1401,8 @@ def test_a_bit_flipped_anywhere_is_refused_or_harmless(saved: Path):
 @pytest.mark.parametrize("as_zip", [True, False])
 def test_load_refuses_what_others_save(content: object, as_zip: bool, tmp_path: Path):
     torch.save(content, tmp_path / "other.pt", _use_new_zipfile_serialization=as_zip)
-    with pytest.raises(ValueError, match="other.pt: .*[a-z]{4}"):
+    fault = "not an octlm checkpoint|not a pickle of tensors" if as_zip else "not a zip file"
+    with pytest.raises(ValueError, match=f"other.pt: .*({fault})"):
         load_checkpoint(tmp_path / "other.pt")
 
 
@@ -1414,7 +1432,7 @@ def test_load_runs_nothing(place: str | None, saved: Path, tmp_path: Path):
 QUERY = "blocks.1.attention.query.weight"
 WRONG_CONTENTS = [  # where, key, value (None: remove it), and what the message must name
     ("", "format", 2, "format must be 1, got 2"),
-    ("", "format", None, ""),
+    ("", "format", None, "not an octlm checkpoint"),
     ("", "config", None, "config"),
     ("", "weights", None, "weights"),
     ("", "weights", [1, 2], "weights"),
@@ -1423,7 +1441,7 @@ WRONG_CONTENTS = [  # where, key, value (None: remove it), and what the message 
     ("config", "n_layers", 0, "n_layers"),
     ("config", "n_layers", 3, "Missing.*blocks.2"),
     ("config", "n_layers", 10**9, "layers"),
-    ("config", "vocab_size", 2**62, ""),
+    ("config", "vocab_size", 2**62, "overflow"),
     ("config", "rope_base", math.nan, "rope_base"),
     ("config", "position", ["rope"], "position"),
     ("weights", QUERY, None, f"Missing.*{QUERY}"),
@@ -2131,8 +2149,9 @@ def check_random_case(seed: int) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_random_cases(seed: int):
-    """Every path of a random small model agrees; far more by `python test_octlm.py --cases N`."""
-    assert len(check_random_case(seed)) == 0
+    """Every path of a random small model agrees, but for choices within rounding, which the
+    contract allows; far more cases by `python test_octlm.py --cases N`."""
+    check_random_case(seed)
 
 
 # The trained model
