@@ -92,9 +92,13 @@ BREAKS = [  # what, file, the text to replace (found exactly once), its replacem
 
 
 def first_failure(folder: Path) -> str | None:
-    """The first test that fails in that copy, or None if all pass."""
+    """The first test that fails in that copy, or None if all pass.
+
+    The tests of this script are left out: in a broken copy it misses the text that it replaces.
+    """
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "test_octlm.py",
+         "-k", "not break_it",
          f"--basetemp={folder.parent / 'pytest'}"],  # removed with the copy
         cwd=folder, capture_output=True, text=True,
     )
