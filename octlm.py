@@ -612,8 +612,9 @@ def _load(path: str | os.PathLike) -> tuple[Decoder, dict[str, Any]]:
     with open(path, "rb") as file:
         try:
             return _restore(_read(file))
-        except ValueError as error:
-            raise ValueError(f"checkpoint {path}: {error}") from error
+        except Exception as error:  # a sparse weight, say: PyTorch raises errors of many types
+            fault = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"checkpoint {path}: {fault}") from error
 
 
 def _read(file: BinaryIO) -> Any:

@@ -1456,6 +1456,8 @@ WRONG_CONTENTS = [  # where, key, value (None: remove it), and what the message 
     ("weights", QUERY, [1.0, 2.0], QUERY),
     ("weights", QUERY, torch.eye(64).long(), QUERY),
     ("weights", QUERY, torch.eye(64).cfloat(), QUERY),
+    ("weights", QUERY, torch.eye(64).to_sparse(), "torage"),
+    ("weights", 3, torch.eye(64), "startswith|keys"),
     ("", "format", "1", "format must be 1, got '1'"),
     ("", "format", 0, "format must be 1, got 0"),
 ]
