@@ -1,28 +1,18 @@
-r"""octlm: a small decoder-only language model with cached generation, in one module.
+"""octlm: a small decoder-only language model with cached generation, in one module.
 
 RoPE or learned positions, grouped-query attention (GQA), SwiGLU, pre-norm RMSNorm, no biases, tied
-output head. The naive and the cached path stand side by side and choose the same tokens, unless two
-logits are equal within rounding: `forward` computes every position, `forward_cached` the new ones.
-
-References: the decoder, arXiv 1706.03762 and GPT-2; RoPE, 2104.09864; GQA, 2305.13245;
-SwiGLU, 2002.05202; RMSNorm, 1910.07467; sliding window, 2004.05150.
+output head. `forward` computes every position, `forward_cached` the new ones alone. Generation by
+either chooses the same tokens, unless two logits are equal within rounding.
 
 Notation: B batch, T new positions, S saved + new positions, H query heads, K key-value heads,
-D head size. Query head h reads key-value head h // (H // K). With H = 8 and K = 2:
-
-    query heads        0   1   2   3      4   5   6   7
-                       \___\___/___/      \___\___/___/
-    key-value heads          0                  1          only these are cached
+D head size. Query head h reads key-value head h // (H / K): with 8 and 2, heads 0 to 3 read 0.
 """
-
-from __future__ import annotations
 
 import io
 import json
 import math
 import os
 import pickle
-import shutil
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -34,16 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Rope = tuple[Tensor, Tensor]  # cosine and sine, each [T, D / 2]
-LayerCache = tuple[Tensor, Tensor]  # key and value, each [B, K, S, D]
-Cache = list[LayerCache]  # one entry per layer
+KeyValue = tuple[Tensor, Tensor]  # of one layer, each [B, K, S, D]
+Cache = list[KeyValue]  # one pair per layer
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and arithmetic of a `Decoder`; the defaults are the 26M model.
-
-    Raises ValueError for a field of another type, out of its range, or at odds with another field.
-    """
+    """Shape and arithmetic of a `Decoder`, by default the 26M model; ValueError if it cannot be."""
 
     vocab_size: int
     context_length: int = 512  # the most positions that one pass can hold
@@ -66,13 +53,11 @@ class DecoderConfig:
             if not holds:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
-        kinds = {"int": ((int,), "an integer"), "float": ((int, float), "a number"),
-                 "str": ((str,), "a string")}
+        types = {int: (int,), float: (float, int), str: (str,)}
         for field in fields(self):
-            types, expected = kinds[field.type]
-            require(field.name, type(getattr(self, field.name)) in types, expected)  # no bool
-        for name in ("vocab_size", "context_length", "n_layers", "n_heads", "n_kv_heads",
-                     "d_model", "d_ff"):
+            fits = type(getattr(self, field.name)) in types[field.type]  # exactly: True is no int
+            require(field.name, fits, f"of type {field.type.__name__}")
+        for name in "vocab_size context_length n_layers n_heads n_kv_heads d_model d_ff".split():
             require(name, getattr(self, name) > 0, "a positive integer")
         for name in ("attention_window", "kv_compress_block"):
             require(name, getattr(self, name) >= 0, "0 (off) or a positive integer")
@@ -82,22 +67,18 @@ class DecoderConfig:
         require("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
         require("position", self.position in ("rope", "learned"), "'rope' or 'learned'")
         require("attention", self.attention in ("sdpa", "manual"), "'sdpa' or 'manual'")
-        whole = self.d_model % self.n_heads == 0
-        require("d_model", whole, f"a multiple of n_heads={self.n_heads}")
-        shared = self.n_heads % self.n_kv_heads == 0
-        require("n_heads", shared, f"a multiple of n_kv_heads={self.n_kv_heads}")
-        paired = self.position == "learned" or self.head_size % 2 == 0
-        require("head_size", paired, "even for RoPE (it is d_model / n_heads)")
-        # The largest RoPE angle, context_length / rope_scale / min(rope_base, 1) at most, must be
-        # finite in float32: infinity has no sine.
-        reach = largest * self.rope_scale
-        require("rope_scale", self.context_length < reach, "larger for this context_length")
-        fits = self.context_length < reach * min(self.rope_base, 1)
-        require("rope_base", fits, f"larger to go with rope_scale={self.rope_scale}")
+        heads, kv_heads = self.n_heads, self.n_kv_heads
+        require("d_model", self.d_model % heads == 0, f"a multiple of n_heads={heads}")
+        require("n_heads", heads % kv_heads == 0, f"a multiple of n_kv_heads={kv_heads}")
+        fits = self.position == "learned" or self.head_size % 2 == 0
+        require("head_size", fits, "even for RoPE (it is d_model / n_heads)")
+        # No RoPE angle may be infinite in float32, since infinity has no sine.
+        fits = self.context_length < largest * self.rope_scale * min(self.rope_base, 1)
+        require("rope_scale", fits, f"larger for context_length and rope_base={self.rope_base}")
         fits = self.attention_window <= self.context_length
         require("attention_window", fits, f"at most context_length={self.context_length}")
-        windowed = self.attention_window > 0 or self.kv_compress_block == 0
-        require("kv_compress_block", windowed, "0 without an attention_window")
+        fits = self.attention_window > 0 or self.kv_compress_block == 0
+        require("kv_compress_block", fits, "0 without an attention_window")
 
     @property
     def head_size(self) -> int:
@@ -146,15 +127,15 @@ def append_pooled(x: Tensor, block: int) -> Tensor:
     return torch.cat((x, pooled), dim=2)
 
 
-def repeat_kv(heads: Tensor, copies: int) -> Tensor:
-    """[B, K, S, D] to [B, H, S, D]: each key-value head `copies` times in a row."""
+def repeat_kv(x: Tensor, n_heads: int) -> Tensor:
+    """[B, K, S, D] to [B, H, S, D]: each key-value head once for every query head that reads it."""
     # SDPA's enable_gqa=True would save the copies, but it rules out fast kernels on older GPUs.
-    return heads.unsqueeze(2).expand(-1, -1, copies, -1, -1).flatten(1, 2)
+    return x.unsqueeze(2).expand(-1, -1, n_heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
-def merge_heads(heads: Tensor) -> Tensor:
+def merge_heads(x: Tensor) -> Tensor:
     """[B, H, T, D] to [B, T, H * D]."""
-    return heads.transpose(1, 2).flatten(2)
+    return x.transpose(1, 2).flatten(2)
 
 
 def manual_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
@@ -165,42 +146,37 @@ def manual_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
     return F.dropout(weights, dropout) @ value  # [B, H, T, D]
 
 
-def folded_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The newest T of S positions attend to all: query [B, H, T, D], key and value [B, K, S, D].
-
-    Returns [B, H, T, D]. Query heads that read one key-value head become rows of one product, so
-    that the saved keys and values are neither copied nor read twice.
-    """
-    # Such heads are neighbours. The rows of a key-value head are therefore all T positions of its
-    # first query head, then all T of the next, and so on.
-    rows = query.reshape(*key.shape[:2], -1, key.shape[3])  # [B, K, H / K * T, D]
-    new, mask = query.shape[2], None  # a single new position sees every key
-    if new > 1:  # is_causal=True would take the first new position for position 0
-        column = torch.arange(key.shape[2], device=query.device)
-        mask = column <= column[-new:, None]  # [T, S]: column <= absolute row
-        mask = mask.repeat(rows.shape[2] // new, 1)  # all T rows again for each query head
-    return F.scaled_dot_product_attention(rows, key, value, mask).reshape(query.shape)
+def cached_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The newest T of S positions attend to all: query [B, H, T, D], key and value [B, K, S, D]."""
+    new, saved = query.shape[2], key.shape[2]
+    if new == 1:
+        # It sees every key: no mask. The query heads that read one key-value head become the rows
+        # of one product, so that the keys and values are neither copied nor read twice.
+        rows = query.reshape(*key.shape[:2], -1, key.shape[3])  # [B, K, H / K, D]
+        return F.scaled_dot_product_attention(rows, key, value).reshape(query.shape)
+    key, value = repeat_kv(key, query.shape[1]), repeat_kv(value, query.shape[1])
+    if new == saved:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    column = torch.arange(saved, device=query.device)
+    mask = column <= column[-new:, None]  # is_causal=True would take the first row for position 0
+    return F.scaled_dot_product_attention(query, key, value, mask)
 
 
 class Linear(nn.Linear):
-    """No bias; on a CPU, one float32 row is multiplied in one slice of outputs per thread.
-
-    PyTorch's own product of one row often leaves the other cores idle, while the time goes into
-    reading the weight, which all cores together do faster.
-    """
+    """A layer without bias. On a CPU, all cores share the product of a single float32 row."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight  # may be a quantized one, which has no views
         if (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not x.is_cpu
-                or x.shape != (1, 1, self.in_features) or x.dtype != torch.float32):
+                or x.shape != (1, 1, self.in_features) or x.dtype != torch.float32
+                or (threads := torch.get_num_threads()) == 1 or self.out_features % threads
+                or type(weight) not in (nn.Parameter, Tensor) or weight.layout != torch.strided
+                or not weight.is_contiguous()):
             return super().forward(x)
-        weight, threads = self.weight, torch.get_num_threads()
-        ordinary = type(weight) in (nn.Parameter, Tensor) and weight.layout == torch.strided
-        if (threads == 1 or self.out_features % threads
-                or not ordinary or not weight.is_contiguous()):  # a quantized weight, for example
-            return super().forward(x)
+        # PyTorch's own product of one row often leaves the other cores idle: one slice for each.
         slices = weight.view(threads, -1, self.in_features)
         return torch.bmm(x.expand(threads, -1, -1), slices.mT).view(1, 1, -1)
 
@@ -211,10 +187,9 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        kv_size = config.n_kv_heads * config.head_size
         self.query = Linear(config.d_model, config.d_model)
-        self.key = Linear(config.d_model, kv_size)
-        self.value = Linear(config.d_model, kv_size)
+        self.key = Linear(config.d_model, config.n_kv_heads * config.head_size)
+        self.value = Linear(config.d_model, config.n_kv_heads * config.head_size)
         self.output = Linear(config.d_model, config.d_model)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,25 +209,23 @@ class Attention(nn.Module):
                 key_rope = tuple(torch.cat((t, t[block // 2 : whole : block])) for t in rope)
         if rope is not None:
             query, key = apply_rope(query, *rope), apply_rope(key, *key_rope)
-        copies = config.n_heads // config.n_kv_heads
-        key, value = repeat_kv(key, copies), repeat_kv(value, copies)  # [B, H, S, D]
-        mask = None
-        if config.attention == "manual" or config.attention_window:
-            mask = attention_mask(config, x.shape[1], x.device)
+        key, value = repeat_kv(key, config.n_heads), repeat_kv(value, config.n_heads)
         dropout = config.dropout if self.training else 0.0
         if config.attention == "manual":
+            mask = attention_mask(config, x.shape[1], x.device)
             heads = manual_attention(query, key, value, mask, dropout)
         else:
+            mask = attention_mask(config, x.shape[1], x.device) if config.attention_window else None
             heads = F.scaled_dot_product_attention(
                 query, key, value, mask, dropout, is_causal=mask is None)
         return self.output(merge_heads(heads))
 
     def forward_cached(self, x: Tensor, rope: Rope | None,
-                       cache: LayerCache | None) -> tuple[Tensor, LayerCache]:
+                       cache: KeyValue | None) -> tuple[Tensor, KeyValue]:
         """The cached pass: the new positions x [B, T, width] attend to the saved and new keys.
 
-        Returns the output [B, T, width] and the joined key and value, each [B, K, S, D].
-        Raises ValueError if the cache's dtype is not that of the new keys.
+        Returns the output [B, T, width] and the joined key and value, each [B, K, S, D];
+        ValueError if the cache's dtype is not that of the new keys.
         """
         query, key, value = self.project(x)
         if rope is not None:  # a key is rotated here, once, at its absolute position
@@ -262,15 +235,7 @@ class Attention(nn.Module):
                 given = f"{cache[0].dtype} and {cache[1].dtype}"
                 raise ValueError(f"cache dtype must be {key.dtype}, got {given}")
             key, value = torch.cat((cache[0], key), dim=2), torch.cat((cache[1], value), dim=2)
-        if cache is None and x.shape[1] > 1:
-            # The first chunk is square, so is_causal=True says all, and kernels that know it skip
-            # half of the work. Folded rows would need a mask instead, so the keys are repeated.
-            copies = self.config.n_heads // self.config.n_kv_heads
-            heads = F.scaled_dot_product_attention(
-                query, repeat_kv(key, copies), repeat_kv(value, copies), is_causal=True)
-        else:
-            heads = folded_attention(query, key, value)
-        return self.output(merge_heads(heads)), (key, value)
+        return self.output(merge_heads(cached_attention(query, key, value))), (key, value)
 
 
 class FeedForward(nn.Module):
@@ -302,7 +267,7 @@ class Block(nn.Module):
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
     def forward_cached(self, x: Tensor, rope: Rope | None,
-                       cache: LayerCache | None) -> tuple[Tensor, LayerCache]:
+                       cache: KeyValue | None) -> tuple[Tensor, KeyValue]:
         """As `forward`, for new positions only; also returns this layer's joined key and value."""
         attended, cache = self.attention.forward_cached(self.attention_norm(x), rope, cache)
         x = x + attended
@@ -342,12 +307,7 @@ class Decoder(nn.Module):
 
     def _hidden(self, token_ids: Tensor) -> Tensor:
         """The full pass up to the output head: [B, T, width]."""
-        _check_token_ids(token_ids)
-        if token_ids.shape[1] > self.config.context_length:
-            raise ValueError(
-                f"sequence exceeds context_length {self.config.context_length}: "
-                f"{token_ids.shape[1]} positions")
-        x, rope = self._embed(token_ids, start=0)
+        x, rope = self._embed(token_ids, "sequence")
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, rope)
@@ -360,9 +320,8 @@ class Decoder(nn.Module):
 
         Returns logits [B, T, vocab] and a new cache: one (key, value) per layer, each
         [B, K, S, D]. The cache passed in is unchanged, so a prefix can be continued in two ways.
-        Raises ValueError in training mode, for windowed, compressed or manual attention, for
-        malformed ids, past context_length, and for a cache that does not fit; for an id outside
-        the vocabulary PyTorch raises IndexError.
+        Errors as in `forward`; ValueError, too, in training mode, for windowed, compressed or
+        manual attention, and for a cache that does not fit.
         """
         self._check_mode("cached forward", cached=True)
         hidden, cache = self._hidden_cached(token_ids, cache)
@@ -370,30 +329,29 @@ class Decoder(nn.Module):
 
     def _hidden_cached(self, token_ids: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         """The cached pass up to the output head: [B, T, width] and the new cache."""
-        _check_token_ids(token_ids)
-        start = 0 if cache is None else self._saved_positions(cache, token_ids.shape[0])
-        if start + token_ids.shape[1] > self.config.context_length:
-            raise ValueError(
-                f"cached sequence exceeds context_length {self.config.context_length}: "
-                f"{start} saved and {token_ids.shape[1]} new positions")
-        x, rope = self._embed(token_ids, start)
+        x, rope = self._embed(token_ids, "cached sequence", cache)
         joined = []
         for layer, block in enumerate(self.blocks):
             x, entry = block.forward_cached(x, rope, None if cache is None else cache[layer])
             joined.append(entry)
         return self.final_norm(x), joined
 
-    def _embed(self, token_ids: Tensor, start: int) -> tuple[Tensor, Rope | None]:
-        """Embeddings [B, T, width] and RoPE tables for the positions from `start` on."""
-        config, length = self.config, token_ids.shape[1]
+    def _embed(self, token_ids: Tensor, what: str,
+               cache: Cache | None = None) -> tuple[Tensor, Rope | None]:
+        """Embeddings [B, T, width] and RoPE tables of the positions that follow the cache's."""
+        _check_token_ids(token_ids)
+        config, (batch, length) = self.config, token_ids.shape
+        start = 0 if cache is None else self._saved_positions(cache, batch)
+        if start + length > config.context_length:
+            raise ValueError(f"{what} exceeds context_length {config.context_length}: "
+                             f"{start + length} positions")
         x = self.token_embedding(token_ids)
         if config.position == "learned":
             return x + self.position_embedding.weight[start : start + length], None
-        base, scale = float(config.rope_base), float(config.rope_scale)
-        return x, rope_tables(length, config.head_size, scale, x.device, base, start)
+        return x, rope_tables(length, config.head_size, float(config.rope_scale), x.device,
+                              float(config.rope_base), start)
 
     def _check_mode(self, what: str, cached: bool) -> None:
-        """ValueError outside eval mode and, for the cached path, unless attention is full SDPA."""
         if self.training:
             raise ValueError(f"{what} requires eval mode")
         if cached and (self.config.attention != "sdpa" or self.config.attention_window):
@@ -402,21 +360,17 @@ class Decoder(nn.Module):
     def _saved_positions(self, cache: Cache, batch: int) -> int:
         """How many positions the cache holds; ValueError unless every layer fits."""
         config, device = self.config, self.token_embedding.weight.device
-        whole = isinstance(cache, (list, tuple)) and len(cache) == config.n_layers
-        if not whole or not all(isinstance(entry, (list, tuple)) and len(entry) == 2 and all(
-                isinstance(tensor, Tensor) for tensor in entry) for entry in cache):
-            raise ValueError(
-                f"cache must have one entry per layer: {config.n_layers} pairs of key and value, "
-                f"got {len(cache) if isinstance(cache, (list, tuple)) else type(cache).__name__}")
-        first = cache[0][0]
-        saved = first.shape[-2] if first.ndim > 1 else 0
+        if not isinstance(cache, (list, tuple)) or len(cache) != config.n_layers or not all(
+                isinstance(pair, (list, tuple)) and len(pair) == 2
+                and all(isinstance(tensor, Tensor) for tensor in pair) for pair in cache):
+            raise ValueError(f"cache must have one entry per layer: {config.n_layers} tensor pairs")
+        saved = cache[0][0].shape[2] if cache[0][0].ndim == 4 else 0
         expected = (batch, config.n_kv_heads, saved, config.head_size)
-        for layer, entry in enumerate(cache):
-            for name, tensor in zip(("key", "value"), entry):
+        for layer, pair in enumerate(cache):
+            for tensor in pair:
                 if tensor.shape != expected or tensor.device != device:
-                    raise ValueError(
-                        f"cache {name} of layer {layer} must be {expected} on {device}, "
-                        f"got {tuple(tensor.shape)} on {tensor.device}")
+                    raise ValueError(f"cache of layer {layer} must be {expected} on {device}, "
+                                     f"got {tuple(tensor.shape)} on {tensor.device}")
         return saved
 
     def generate(self, token_ids: Tensor, max_new_tokens: int, **sampling: Any) -> Tensor:
@@ -450,9 +404,8 @@ class Decoder(nn.Module):
         if token_ids.device != device:
             raise ValueError(f"token IDs must be on {device}, got {token_ids.device}")
         if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
-            raise ValueError(
-                f"token IDs must be from 0 to {config.vocab_size - 1}, "
-                f"got {token_ids.min()} to {token_ids.max()}")
+            raise ValueError(f"token IDs must be from 0 to {config.vocab_size - 1}, "
+                             f"got {token_ids.min()} to {token_ids.max()}")
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
         _check_sampling(temperature, top_k, generator, device)
@@ -474,9 +427,8 @@ class Decoder(nn.Module):
                 else:
                     hidden, cache = self._hidden_cached(token_ids[:, -1:], cache)
                 logits = self.lm_head(hidden[:, -1:])[:, 0].float()  # [B, vocab]
-                if not _is_finite(logits):
-                    raise RuntimeError(
-                        "logits are not finite: the weights or the dtype's range are at fault")
+                if not logits.isfinite().all():
+                    raise RuntimeError("logits are not finite: weights or dtype are at fault")
                 token = sample(logits, temperature, top_k, generator)
                 token_ids = torch.cat((token_ids, token), dim=1)[:, -context:]
             with torch.inference_mode(False):
@@ -488,32 +440,25 @@ def sample(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
            generator: torch.Generator | None = None) -> Tensor:
     """The next token for each row of logits [B, vocab]: int64 [B, 1]. Arguments as in `stream`.
 
-    A logit of -inf bans its token. Raises RuntimeError for NaN, for +inf and for a row in which
-    every token is banned, and ValueError for arguments that do not fit.
+    A logit of -inf bans its token; NaN, +inf or a row of banned tokens alone is a RuntimeError.
     """
     _check_sampling(temperature, top_k, generator, logits.device)
     logits = logits.float()
-    # A NaN counts as the largest of its row, so this one comparison finds all three faults.
+    # A NaN counts as the largest of its row: the one check finds NaN, +inf and a row of -inf.
     largest, greedy = logits.max(dim=-1, keepdim=True)  # the lowest index among equals
-    if not _is_finite(largest):
+    if not largest.isfinite().all():
         raise RuntimeError("logits must have a finite largest value in every row")
     if temperature == 0:
         return greedy
     if top_k is not None and top_k < logits.shape[-1]:
         order = logits.argsort(dim=-1, descending=True, stable=True)  # lowest index among equals
         logits = logits.scatter(-1, order[:, top_k:], -math.inf)
-    # Relative to the largest, no logit is above 0: dividing by a tiny temperature can only reach
-    # -inf, which softmax turns into 0. The limits keep the temperature itself from becoming 0 or
-    # infinite in float32: 0 / 0 and inf / inf are NaN.
+    # Relative to the largest no logit is above 0, so that none can overflow but to -inf, which has
+    # probability 0. The limits keep the temperature from becoming 0 or infinite in float32.
     limits = torch.finfo(torch.float32)
     temperature = min(max(temperature, limits.tiny), limits.max)
     return torch.multinomial(((logits - largest) / temperature).softmax(dim=-1), 1,
                              generator=generator)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite, in one pass: a NaN anywhere makes the maximum NaN."""
-    return bool(tensor.abs().amax() < math.inf)  # a comparison with NaN is False
 
 
 def _joined(token_ids: Tensor, new_tokens: Iterable[Tensor]) -> Tensor:
@@ -522,11 +467,9 @@ def _joined(token_ids: Tensor, new_tokens: Iterable[Tensor]) -> Tensor:
 
 
 def _check_token_ids(token_ids: Tensor) -> None:
-    if not isinstance(token_ids, Tensor):
-        raise ValueError(f"token IDs must be a tensor, got {type(token_ids).__name__}")
-    if token_ids.ndim != 2 or token_ids.numel() == 0:
-        raise ValueError(
-            f"token IDs must have shape [batch, nonempty sequence], got {list(token_ids.shape)}")
+    if not isinstance(token_ids, Tensor) or token_ids.ndim != 2 or token_ids.numel() == 0:
+        given = f"{type(token_ids).__name__} {list(getattr(token_ids, 'shape', []))}"
+        raise ValueError(f"token IDs must have shape [batch, nonempty sequence], got {given}")
     if token_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"token IDs must be int64 or int32, got {token_ids.dtype}")
 
@@ -552,8 +495,7 @@ def kv_cache_bytes(config: DecoderConfig, length: int, element_size: int) -> int
 def save_checkpoint(path: str | os.PathLike, model: Decoder, /, **facts: Any) -> None:
     """Write config, weights (in their dtype) and JSON `facts` to one file, all of it or nothing.
 
-    Raises ValueError for facts that are not JSON values, for weights that would not load, and for
-    a path that exists and is no regular file.
+    ValueError for facts that are not JSON, weights that would not load, and a path that is no file.
     """
     try:
         facts = json.loads(json.dumps(facts, allow_nan=False))
@@ -563,15 +505,12 @@ def save_checkpoint(path: str | os.PathLike, model: Decoder, /, **facts: Any) ->
     content = {"format": 1, "config": asdict(model.config), "weights": weights, "facts": facts}
     trial = io.BytesIO()  # what would not load must not replace a file that does
     torch.save(content, trial)
-    _restore(_read(trial))
+    _restore(trial, path)
     save_atomically(path, content)
 
 
 def save_atomically(path: str | os.PathLike, content: object) -> None:
-    """`torch.save`, but an interrupted save leaves the old file as it was; one saver at a time.
-
-    An existing file keeps its mode. Raises ValueError for a path that is no regular file.
-    """
+    """`torch.save`, but an interrupted save leaves the old file as it was; one saver at a time."""
     path = Path(os.path.realpath(path))  # a link stays a link: the file behind it is replaced
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")
@@ -579,7 +518,7 @@ def save_atomically(path: str | os.PathLike, content: object) -> None:
     try:
         with open(partial, "wb") as file:
             if path.exists():
-                shutil.copymode(path, partial)
+                partial.chmod(path.stat().st_mode)
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -589,36 +528,31 @@ def save_atomically(path: str | os.PathLike, content: object) -> None:
         raise
 
 
-@torch.inference_mode(False)  # inside inference mode, too, the weights are ordinary tensors
 def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> Decoder:
     """The saved model in float32 on `device`, in eval mode.
 
     Raises FileNotFoundError for a missing file and ValueError for one that is damaged, foreign,
     or holds what does not fit its config; nothing in the file is ever run.
     """
-    return _load(path)[0].to(device)
+    return _load(path, device)[0]
 
 
-@torch.inference_mode(False)
 def load_facts(path: str | os.PathLike) -> dict[str, Any]:
     """The facts saved with a model; the whole file is verified as in `load_checkpoint`."""
-    return _load(path)[1]
+    return _load(path, "cpu")[1]
 
 
-def _load(path: str | os.PathLike) -> tuple[Decoder, dict[str, Any]]:
-    path = Path(path)
-    if path.exists() and not path.is_file():  # a missing file is named by `open`
+@torch.inference_mode(False)  # inside inference mode, too, the weights are ordinary tensors
+def _load(path: str | os.PathLike, device: torch.device | str) -> tuple[Decoder, dict[str, Any]]:
+    if os.path.exists(path) and not os.path.isfile(path):  # a missing file is named by `open`
         raise ValueError(f"checkpoint {path} is not a file")
     with open(path, "rb") as file:
-        try:
-            return _restore(_read(file))
-        except Exception as error:  # a sparse weight, say: PyTorch raises errors of many types
-            fault = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"checkpoint {path}: {fault}") from error
+        model, facts = _restore(file, path)
+    return model.to(device), facts
 
 
-def _read(file: BinaryIO) -> Any:
-    """What torch.save wrote, its checksums verified; ValueError for any other content."""
+def _restore(file: BinaryIO, path: str | os.PathLike) -> tuple[Decoder, dict[str, Any]]:
+    """The model and the facts in `file`; a ValueError that names `path` for any fault in it."""
     try:
         # torch.load verifies no checksum and trusts the zip's directory, where one flipped bit can
         # leave a weight unread. So it is given a copy, each entry read against its checksum.
@@ -629,28 +563,24 @@ def _read(file: BinaryIO) -> Any:
             for entry in archive.infolist():
                 copy.writestr(entry.filename, archive.read(entry))
         verified.seek(0)
-        return torch.load(verified, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        fault = "not a pickle of tensors and plain values alone; nothing in it was run"
-        raise ValueError(fault) from error
+        return _build(torch.load(verified, map_location="cpu", weights_only=True))
     except Exception as error:  # on damaged bytes zipfile and torch raise errors of many types
-        raise ValueError(str(error).strip().split("\n")[0] or type(error).__name__) from error
+        fault = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            fault = "not a pickle of tensors and plain values alone; nothing in it was run"
+        raise ValueError(f"checkpoint {path}: {fault}") from error
 
 
-def _restore(content: Any) -> tuple[Decoder, dict[str, Any]]:
-    """The model and the facts that a checkpoint's content describes; ValueError if it does not."""
-    if not isinstance(content, dict) or "format" not in content:
-        raise ValueError("not an octlm checkpoint")
-    if content["format"] != 1:
-        raise ValueError(f"format must be 1, got {content['format']!r}")
+def _build(content: Any) -> tuple[Decoder, dict[str, Any]]:
+    """The model and the facts that a checkpoint's content describes."""
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != 1:
+        raise ValueError(f"not an octlm checkpoint: format must be 1, got {found!r}")
     given, weights, facts = (content.get(key) for key in ("config", "weights", "facts"))
     if not all(isinstance(part, dict) for part in (given, weights, facts)):
         raise ValueError("config, weights and facts must be dictionaries")
-    names = {field.name for field in fields(DecoderConfig)}
-    if given.keys() != names:
-        missing, extra = (", ".join(sorted(map(str, keys))) or "none"
-                          for keys in (names - given.keys(), given.keys() - names))
-        raise ValueError(f"config fields missing: {missing}; unexpected: {extra}")
+    if odd := given.keys() ^ {field.name for field in fields(DecoderConfig)}:
+        raise ValueError(f"config fields missing or unexpected: {', '.join(sorted(map(str, odd)))}")
     config = DecoderConfig(**given)
     if config.n_layers > len(weights):  # said before a model of so many layers is built
         raise ValueError(f"{config.n_layers} layers in the config, but {len(weights)} weights")
@@ -664,17 +594,11 @@ def _restore(content: Any) -> tuple[Decoder, dict[str, Any]]:
         if unused[place] < 0:  # a few numbers spread over a large weight by strides
             raise ValueError(f"weight {name} is not in the file in full")
         weights[name] = weight.to(torch.float32, copy=True).contiguous()
-        if not _is_finite(weights[name]):
+        if not weights[name].isfinite().all():
             raise ValueError(f"weight {name} is not finite")
-    if "lm_head.weight" in weights:
-        raise ValueError("Unexpected weight lm_head.weight: the head is the token embedding")
-    if "token_embedding.weight" in weights:
-        weights["lm_head.weight"] = weights["token_embedding.weight"]
-    try:
-        with torch.device("meta"):  # shapes alone: no memory, no random numbers
-            model = Decoder(config)
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:  # it names what is missing, unexpected or of another shape
-        raise ValueError(" ".join(str(error).split())) from error
+    with torch.device("meta"):  # shapes alone: no memory, no random numbers
+        model = Decoder(config)
+    del model.lm_head.weight  # it is the token embedding, and not in the file
+    model.load_state_dict(weights, assign=True)  # names what is missing, unexpected, misshapen
     model.lm_head.weight = model.token_embedding.weight
     return model.eval(), facts
