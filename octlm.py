@@ -5,7 +5,7 @@ output head. `forward` computes every position, `forward_cached` the new ones al
 either chooses the same tokens, unless two logits are equal within rounding.
 
 Notation: B batch, T new positions, S saved + new positions, H query heads, K key-value heads,
-D head size. Query head h reads key-value head h // (H / K): with 8 and 2, heads 0 to 3 read 0.
+D head size. Query head h reads key-value head h // (H // K): if H = 8, K = 2, heads 0-3 read 0.
 """
 
 import io
@@ -30,16 +30,16 @@ Cache = list[KeyValue]  # one pair per layer
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and arithmetic of a `Decoder`, by default the 26M model; ValueError if it cannot be."""
+    """Shape and arithmetic of a `Decoder`, by default the 26M model; ValueError for a bad field."""
 
     vocab_size: int
     context_length: int = 512  # the most positions that one pass can hold
     n_layers: int = 8
     n_heads: int = 8  # query heads
     n_kv_heads: int = 2  # key-value heads, each read by n_heads / n_kv_heads query heads
-    d_model: int = 512  # width of the embeddings and of what every block adds to
+    d_model: int = 512  # width of the residual stream
     d_ff: int = 1368  # hidden width of the feed-forward layers
-    position: str = "rope"  # "rope" turns queries and keys; "learned" adds a vector per position
+    position: str = "rope"  # "rope" rotates queries and keys; "learned" adds a vector per position
     rope_base: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by it before RoPE
     attention: str = "sdpa"  # PyTorch's fused attention; "manual" is the same written out
@@ -89,7 +89,7 @@ def rope_tables(length: int, head_size: int, scale: float, device: torch.device 
                 base: float = 10000.0, start: int = 0) -> Rope:
     """Cosine and sine for the positions from `start` on, each float32 [length, head_size // 2].
 
-    Channel pair i of position p turns by (p / scale) * base ** (-2i / head_size) radians
+    Channel pair i of position p rotates by (p / scale) * base ** (-2i / head_size) radians
     (RoFormer, arXiv 2104.09864); a scale above 1 interpolates positions (arXiv 2306.15595).
     """
     channels = torch.arange(0, head_size, 2, dtype=torch.float32, device=device)
@@ -99,9 +99,9 @@ def rope_tables(length: int, head_size: int, scale: float, device: torch.device 
 
 
 def apply_rope(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the adjacent channel pairs (2i, 2i + 1) of x [..., T, D]; keeps the dtype of x."""
-    # A pair as a complex number turns when it is multiplied by cosine + i * sine. The view as
-    # complex numbers needs a contiguous tensor, and half precision is turned in float32: a copy.
+    """Rotate the adjacent channel pairs (2i, 2i + 1) of x [..., T, D]; keeps the dtype of x."""
+    # A pair, as a complex number, is rotated when multiplied by cosine + i * sine. The copy is what
+    # view_as_complex needs: contiguous, at an even offset in its storage, and not in half precision.
     dtype = torch.promote_types(x.dtype, cosine.dtype)
     pairs = x.to(dtype, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
     rotated = torch.view_as_complex(pairs) * torch.complex(cosine, sine)  # [..., T, D / 2]
@@ -115,8 +115,8 @@ def attention_mask(config: DecoderConfig, length: int, device: torch.device) -> 
     window = config.attention_window or length
     mask = (column <= row) & (column > row - window)
     if block := config.kv_compress_block:
-        last = column[block - 1 :: block]  # of each whole block, seen once it has left the window
-        mask = torch.cat((mask, last <= row - window), dim=1)
+        last = column[block - 1 :: block]  # the last position of each whole block
+        mask = torch.cat((mask, last <= row - window), dim=1)  # seen once it has left the window
     return mask
 
 
@@ -148,16 +148,16 @@ def manual_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The newest T of S positions attend to all: query [B, H, T, D], key and value [B, K, S, D]."""
-    new, saved = query.shape[2], key.shape[2]
+    new, total = query.shape[2], key.shape[2]
     if new == 1:
         # It sees every key: no mask. The query heads that read one key-value head become the rows
         # of one product, so that the keys and values are neither copied nor read twice.
         rows = query.reshape(*key.shape[:2], -1, key.shape[3])  # [B, K, H / K, D]
         return F.scaled_dot_product_attention(rows, key, value).reshape(query.shape)
     key, value = repeat_kv(key, query.shape[1]), repeat_kv(value, query.shape[1])
-    if new == saved:
+    if new == total:  # nothing was saved before: the first chunk
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    column = torch.arange(saved, device=query.device)
+    column = torch.arange(total, device=query.device)
     mask = column <= column[-new:, None]  # is_causal=True would take the first row for position 0
     return F.scaled_dot_product_attention(query, key, value, mask)
 
@@ -176,7 +176,7 @@ class Linear(nn.Linear):
                 or type(weight) not in (nn.Parameter, Tensor) or weight.layout != torch.strided
                 or not weight.is_contiguous()):
             return super().forward(x)
-        # PyTorch's own product of one row often leaves the other cores idle: one slice for each.
+        # PyTorch's own product of one row often uses one core: here each takes a slice of outputs.
         slices = weight.view(threads, -1, self.in_features)
         return torch.bmm(x.expand(threads, -1, -1), slices.mT).view(1, 1, -1)
 
@@ -193,12 +193,12 @@ class Attention(nn.Module):
         self.output = Linear(config.d_model, config.d_model)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, width] to query [B, H, T, D], key and value [B, K, T, D], not yet rotated."""
+        """[B, T, d_model] to query [B, H, T, D], key and value [B, K, T, D], not yet rotated."""
         layers, split = (self.query, self.key, self.value), (-1, self.config.head_size)
         return tuple(layer(x).unflatten(-1, split).transpose(1, 2) for layer in layers)
 
     def forward(self, x: Tensor, rope: Rope | None) -> Tensor:
-        """The full pass: every position of x [B, T, width] attends to all that it may see."""
+        """The full pass: every position of x [B, T, d_model] attends to all that it may see."""
         config = self.config
         query, key, value = self.project(x)
         key_rope = rope
@@ -222,9 +222,9 @@ class Attention(nn.Module):
 
     def forward_cached(self, x: Tensor, rope: Rope | None,
                        cache: KeyValue | None) -> tuple[Tensor, KeyValue]:
-        """The cached pass: the new positions x [B, T, width] attend to the saved and new keys.
+        """The cached pass: the new positions x [B, T, d_model] attend to the saved and new keys.
 
-        Returns the output [B, T, width] and the joined key and value, each [B, K, S, D];
+        Returns the output [B, T, d_model] and the joined key and value, each [B, K, S, D];
         ValueError if the cache's dtype is not that of the new keys.
         """
         query, key, value = self.project(x)
@@ -268,7 +268,7 @@ class Block(nn.Module):
 
     def forward_cached(self, x: Tensor, rope: Rope | None,
                        cache: KeyValue | None) -> tuple[Tensor, KeyValue]:
-        """As `forward`, for new positions only; also returns this layer's joined key and value."""
+        """As `forward` in eval mode, for new positions; also returns the joined key and value."""
         attended, cache = self.attention.forward_cached(self.attention_norm(x), rope, cache)
         x = x + attended
         return x + self.feed_forward(self.feed_forward_norm(x)), cache
@@ -280,8 +280,8 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        # nn.Embedding() would draw its weight, which the loop below does. And load_checkpoint
-        # builds its model on the meta device, where drawing imports PyTorch's compiler: a second.
+        # Not nn.Embedding(): on the meta device, where load_checkpoint builds its model, its normal
+        # draw imports PyTorch's compiler (a second). The loop below draws all matrices anyway.
         self.token_embedding = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.d_model), freeze=False)
         if config.position == "learned":
@@ -306,7 +306,7 @@ class Decoder(nn.Module):
         return self.lm_head(self._hidden(token_ids))
 
     def _hidden(self, token_ids: Tensor) -> Tensor:
-        """The full pass up to the output head: [B, T, width]."""
+        """The full pass up to the output head: [B, T, d_model]."""
         x, rope = self._embed(token_ids, "sequence")
         x = self.dropout(x)
         for block in self.blocks:
@@ -328,7 +328,7 @@ class Decoder(nn.Module):
         return self.lm_head(hidden), cache
 
     def _hidden_cached(self, token_ids: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """The cached pass up to the output head: [B, T, width] and the new cache."""
+        """The cached pass up to the output head: [B, T, d_model] and the new cache."""
         x, rope = self._embed(token_ids, "cached sequence", cache)
         joined = []
         for layer, block in enumerate(self.blocks):
@@ -338,7 +338,7 @@ class Decoder(nn.Module):
 
     def _embed(self, token_ids: Tensor, what: str,
                cache: Cache | None = None) -> tuple[Tensor, Rope | None]:
-        """Embeddings [B, T, width] and RoPE tables of the positions that follow the cache's."""
+        """Embeddings [B, T, d_model] and RoPE tables after the cache; `what` begins an error."""
         _check_token_ids(token_ids)
         config, (batch, length) = self.config, token_ids.shape
         start = 0 if cache is None else self._saved_positions(cache, batch)
@@ -364,7 +364,7 @@ class Decoder(nn.Module):
                 isinstance(pair, (list, tuple)) and len(pair) == 2
                 and all(isinstance(tensor, Tensor) for tensor in pair) for pair in cache):
             raise ValueError(f"cache must have one entry per layer: {config.n_layers} tensor pairs")
-        saved = cache[0][0].shape[2] if cache[0][0].ndim == 4 else 0
+        saved = cache[0][0].shape[-2] if cache[0][0].ndim > 1 else 0
         expected = (batch, config.n_kv_heads, saved, config.head_size)
         for layer, pair in enumerate(cache):
             for tensor in pair:
@@ -384,7 +384,7 @@ class Decoder(nn.Module):
         """Cached generation: one pass over the prompt, then one token per step.
 
         Returns the tokens that `generate` returns, unless a deciding margin is within rounding.
-        Past context_length all positions move, so that every step rebuilds the cache: no gain.
+        Past context_length each step shifts every position, so the cache is rebuilt: no gain.
         """
         return _joined(token_ids, self.stream(token_ids, max_new_tokens, True, **sampling))
 
@@ -422,7 +422,7 @@ class Decoder(nn.Module):
             with torch.inference_mode():
                 if not cached:
                     hidden = self._hidden(token_ids)
-                elif cache is None or cache[0][0].shape[2] == context:
+                elif cache is None or cache[0][0].shape[2] == context:  # first pass, or cache full
                     hidden, cache = self._hidden_cached(token_ids, None)
                 else:
                     hidden, cache = self._hidden_cached(token_ids[:, -1:], cache)
@@ -440,7 +440,7 @@ def sample(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
            generator: torch.Generator | None = None) -> Tensor:
     """The next token for each row of logits [B, vocab]: int64 [B, 1]. Arguments as in `stream`.
 
-    A logit of -inf bans its token; NaN, +inf or a row of banned tokens alone is a RuntimeError.
+    A logit of -inf bans its token; NaN, +inf or a row with no finite logit is a RuntimeError.
     """
     _check_sampling(temperature, top_k, generator, logits.device)
     logits = logits.float()
@@ -453,8 +453,8 @@ def sample(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
     if top_k is not None and top_k < logits.shape[-1]:
         order = logits.argsort(dim=-1, descending=True, stable=True)  # lowest index among equals
         logits = logits.scatter(-1, order[:, top_k:], -math.inf)
-    # Relative to the largest no logit is above 0, so that none can overflow but to -inf, which has
-    # probability 0. The limits keep the temperature from becoming 0 or infinite in float32.
+    # A logit less the largest is at most 0, so the division can overflow to -inf alone: probability
+    # 0. The limits keep the temperature from becoming 0 or infinite in float32.
     limits = torch.finfo(torch.float32)
     temperature = min(max(temperature, limits.tiny), limits.max)
     return torch.multinomial(((logits - largest) / temperature).softmax(dim=-1), 1,
@@ -468,7 +468,7 @@ def _joined(token_ids: Tensor, new_tokens: Iterable[Tensor]) -> Tensor:
 
 def _check_token_ids(token_ids: Tensor) -> None:
     if not isinstance(token_ids, Tensor) or token_ids.ndim != 2 or token_ids.numel() == 0:
-        given = f"{type(token_ids).__name__} {list(getattr(token_ids, 'shape', []))}"
+        given = list(token_ids.shape) if isinstance(token_ids, Tensor) else type(token_ids).__name__
         raise ValueError(f"token IDs must have shape [batch, nonempty sequence], got {given}")
     if token_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"token IDs must be int64 or int32, got {token_ids.dtype}")
@@ -482,7 +482,7 @@ def _check_sampling(temperature: float, top_k: int | None, generator: torch.Gene
     if top_k is not None and (type(top_k) is not int or top_k < 1):
         raise ValueError(f"top_k must be None or an integer >= 1, got {top_k!r}")
     # A generator's device may read "cuda" where a tensor's reads "cuda:0", so a tensor is asked.
-    where = getattr(generator, "device", None)
+    where = generator.device if isinstance(generator, torch.Generator) else None
     if generator is not None and (where is None or torch.empty(0, device=where).device != device):
         raise ValueError(f"generator must be on {device}, got {where or repr(generator)}")
 
@@ -495,11 +495,11 @@ def kv_cache_bytes(config: DecoderConfig, length: int, element_size: int) -> int
 def save_checkpoint(path: str | os.PathLike, model: Decoder, /, **facts: Any) -> None:
     """Write config, weights (in their dtype) and JSON `facts` to one file, all of it or nothing.
 
-    ValueError for facts that are not JSON, weights that would not load, and a path that is no file.
+    ValueError: facts not JSON, weights that would not load, a path to a folder or special file.
     """
     try:
         facts = json.loads(json.dumps(facts, allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"checkpoint facts must be JSON values: {error}") from error
     weights = {name: weight.detach().cpu() for name, weight in model.named_parameters()}
     content = {"format": 1, "config": asdict(model.config), "weights": weights, "facts": facts}
@@ -554,9 +554,7 @@ def _load(path: str | os.PathLike, device: torch.device | str) -> tuple[Decoder,
 def _restore(file: BinaryIO, path: str | os.PathLike) -> tuple[Decoder, dict[str, Any]]:
     """The model and the facts in `file`; a ValueError that names `path` for any fault in it."""
     try:
-        # torch.load verifies no checksum and trusts the zip's directory, where one flipped bit can
-        # leave a weight unread. So it is given a copy, each entry read against its checksum.
-        verified = io.BytesIO()
+        verified = io.BytesIO()  # a copy, since torch.load itself verifies no checksum
         with zipfile.ZipFile(file) as archive, zipfile.ZipFile(verified, "w") as copy:
             if len(set(archive.namelist())) != len(archive.namelist()):
                 raise ValueError("an entry is there twice")
@@ -574,11 +572,12 @@ def _restore(file: BinaryIO, path: str | os.PathLike) -> tuple[Decoder, dict[str
 def _build(content: Any) -> tuple[Decoder, dict[str, Any]]:
     """The model and the facts that a checkpoint's content describes."""
     found = content.get("format") if isinstance(content, dict) else None
-    if found != 1:
+    if type(found) is not int or found != 1:
         raise ValueError(f"not an octlm checkpoint: format must be 1, got {found!r}")
     given, weights, facts = (content.get(key) for key in ("config", "weights", "facts"))
     if not all(isinstance(part, dict) for part in (given, weights, facts)):
         raise ValueError("config, weights and facts must be dictionaries")
+    json.dumps(facts, allow_nan=False)  # raises an error for what is not JSON
     if odd := given.keys() ^ {field.name for field in fields(DecoderConfig)}:
         raise ValueError(f"config fields missing or unexpected: {', '.join(sorted(map(str, odd)))}")
     config = DecoderConfig(**given)

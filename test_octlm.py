@@ -4,10 +4,10 @@ The reference is written from the formulas alone, in float64: one position, one 
 pair at a time. The small models have weights so large that attention is far from uniform: a wrong
 mask, head or position moves their logits by far more than any tolerance here.
 
-Contents, each part under a line of its own. What is copied with octlm.py comes first: the parts of
-the model from the config to the cached path, the generators, sampling, the modes a caller may be in,
-compile and memory, bytes, checkpoint files, and a random search over all of it. Then the trained
-model and day5.py. Behind the double line: training, the scripts, the page and README.
+Contents, each part under a line of its own: helpers and the reference; the model, from the config
+to the cached path; the generators, sampling, the modes a caller may be in, compile and memory,
+bytes, checkpoint files; a random search over all of that; the trained model and day5.py. Behind the
+double line come the tokenizer, training and the scripts, the page and README.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import copy
 import errno
+import functools
 import hashlib
 import importlib.util
 import io
@@ -846,7 +847,9 @@ BAD_CALLS = [
     *(({"temperature": value}, "temperature must be")
       for value in (-0.5, math.nan, math.inf, -math.inf, "1", None, True)),
     *(({"top_k": value}, "top_k must be") for value in (0, -3, 1.5, True)),
-    ({"generator": SimpleNamespace(device=torch.device("meta"))}, "generator must be on cpu"),
+    ({"generator": MagicMock(torch.Generator, device=torch.device("meta"))},
+     "generator must be on cpu, got meta"),
+    ({"generator": torch.zeros(1)}, "generator must be on cpu, got tensor"),
     ({"training": True}, ".*requires eval mode"),
 ]
 
@@ -1483,6 +1486,11 @@ WRONG_CONTENTS = [  # where, key, value (None: remove it), and what the message 
     ("weights", QUERY, torch.eye(64).to_sparse(), "torage"),
     ("weights", 3, torch.eye(64), "startswith|keys"),
     ("", "format", "1", "format must be 1, got '1'"),
+    ("", "format", True, "format must be 1, got True"),
+    ("", "format", 1.0, "format must be 1, got 1.0"),
+    ("", "format", torch.ones(2), "format must be 1, got tensor"),
+    ("facts", "fact", torch.ones(2), "Tensor is not JSON serializable"),
+    ("facts", "fact", math.nan, "Out of range float values are not JSON compliant"),
     ("", "format", 0, "format must be 1, got 0"),
 ]
 
@@ -1503,6 +1511,7 @@ def test_load_refuses_wrong_contents(place: str, key: str, value: object, fault:
 @pytest.mark.parametrize("fact", [
     torch.zeros(2), {1, 2}, math.nan, Path("a"), b"a",
     pytest.param(10**700, id="an integer that torch.load would refuse"),
+    pytest.param(functools.reduce(lambda inner, _: [inner], range(10**5), []), id="nested deeply"),
 ], ids=str)
 def test_facts_must_be_json(fact: object, saved: Path):
     before = saved.read_bytes()
