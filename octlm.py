@@ -100,8 +100,8 @@ def rope_tables(length: int, head_size: int, scale: float, device: torch.device 
 
 def apply_rope(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate the adjacent channel pairs (2i, 2i + 1) of x [..., T, D]; keeps the dtype of x."""
-    # A pair, as a complex number, is rotated when multiplied by cosine + i * sine. The copy is what
-    # view_as_complex needs: contiguous, at an even offset in its storage, and not in half precision.
+    # A pair, as a complex number, is rotated when multiplied by cosine + i * sine. view_as_complex
+    # needs what the copy is: contiguous, at an even offset in its storage, not in half precision.
     dtype = torch.promote_types(x.dtype, cosine.dtype)
     pairs = x.to(dtype, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
     rotated = torch.view_as_complex(pairs) * torch.complex(cosine, sine)  # [..., T, D / 2]
@@ -427,7 +427,7 @@ class Decoder(nn.Module):
                 else:
                     hidden, cache = self._hidden_cached(token_ids[:, -1:], cache)
                 logits = self.lm_head(hidden[:, -1:])[:, 0].float()  # [B, vocab]
-                if not logits.isfinite().all():
+                if not logits.abs().amax() < math.inf:  # false for NaN, too
                     raise RuntimeError("logits are not finite: weights or dtype are at fault")
                 token = sample(logits, temperature, top_k, generator)
                 token_ids = torch.cat((token_ids, token), dim=1)[:, -context:]

@@ -4,9 +4,10 @@
     python scripts/where_time_goes.py --before older/octlm.py
 
 CPU, batch 1, greedy, from BOS. First whole runs of 512 tokens, untouched; then one with a timer
-around each kind of call, whose medians make the table. The rest is what no timer covers. An older
-octlm.py generates in turn with this one, step by step, from the same weights in memory. Progress
-goes to stderr.
+around each kind of call, whose medians make the table. The rest is what no timer covers. Past the
+context, where every step is a pass over all positions, the naive path runs in turn with the cached
+one. An older octlm.py generates in turn with this one, step by step, from the same weights in
+memory. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -78,6 +79,18 @@ def at_positions(model: torch.nn.Module) -> list[float]:
     return [statistics.median(times) * 1e3 for times in seconds]
 
 
+def past_the_context(model: torch.nn.Module) -> list[float]:
+    """Milliseconds per token of the naive and of the cached path there, 20 tokens in turn."""
+    text = model.generate_cached(BOS, model.config.context_length)
+    seconds = {model.stream(text, 20, cached=cached): [] for cached in (False, True)}
+    for _ in range(20):
+        for stream, times in seconds.items():
+            start = time.perf_counter()
+            next(stream)
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) * 1e3 for times in seconds.values()]
+
+
 def read_seconds(array: torch.Tensor) -> float:
     start = time.perf_counter()
     torch.dot(array, array)
@@ -128,13 +141,16 @@ def main() -> int:
     print(f"{args.dtype}, {args.threads} threads, {TOKENS} tokens; "
           f"a 256 MiB array is read at {limit / 1e9:.1f} GB/s")
     for side in models:
-        say(f"{side}: the steps at positions 30 and 500")
+        say(f"{side}: the steps at positions 30 and 500, and past the context")
         rates = [TOKENS / sum(run[side]) for run in runs]
         rate = statistics.median(rates)
         early, late = at_positions(models[side])
         print(f"{side}: {rate:.1f} [{min(rates):.1f}-{max(rates):.1f}] tokens/s, weights at "
               f"{weights * rate / 1e9:.1f} GB/s ({weights * rate / limit:.2f} of the array's), "
               f"step at 30: {early:.2f} ms, at 500: {late:.2f} ({late / early:.2f})")
+        naive, cached = past_the_context(models[side])
+        print(f"{side}, past the context: naive {naive:.0f} ms per token, cached {cached:.0f} "
+              f"({cached / naive:.2f} times as long)")
 
     for kind, owner, name in KINDS:
         for place in (owner,) if owner else modules.values():
