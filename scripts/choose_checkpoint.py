@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "checkpoints")]
 
 from train import bits_per_byte, load_tokenizer, read_documents
 
-from octlm import Decoder, load_checkpoint, save_checkpoint
+from octlm import Decoder, load_checkpoint, load_facts, save_checkpoint
 
 WITHIN, GAP, DIFFERENT, PASSES = 0.003, 0.03, 120, 20
 
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("no candidate fits")
         print(f"\nchosen: {chosen}")
         if args.out:
-            facts = torch.load(args.checkpoints[-1], weights_only=True)["facts"]
+            facts = load_facts(args.checkpoints[-1])
             facts |= {"chosen": chosen, "bits_per_byte": scores[chosen]}
             save_checkpoint(args.out, candidates[chosen].half(), **facts)
     except (OSError, ValueError) as error:
