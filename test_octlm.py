@@ -2816,7 +2816,11 @@ def test_the_best_that_fits_is_chosen(choose, tmp_path: Path, monkeypatch, capsy
                   (0.5, 200, True, 19)):
         scores, asked = iter([0.7, 0.8, 0.9, 0.9]), iter([unfit])
         assert choose.main(arguments) == 1
-        assert capsys.readouterr().err == "choose_checkpoint.py: no candidate fits\n"
+        assert capsys.readouterr().err.splitlines()[-1] == "choose_checkpoint.py: no candidate fits"
+    monkeypatch.setattr(choose, "bits_per_byte", MagicMock(side_effect=KeyboardInterrupt))
+    assert choose.main(arguments) == 1
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "choose_checkpoint.py: interrupted; nothing was written"]
 
 
 # Report ------------------------------------------------------------------------------------------

@@ -4,10 +4,11 @@
 
 Candidates are the checkpoints, named from the oldest to the newest, and two averages of each last
 two or more: with equal weights and with weights that rise 1, 2, 3 and so on. Those within 0.003
-bits per byte of the best are tested on the greedy text from BOS to the end of the context. One
-fits if the two best logits are always 0.03 apart or more in float32, the text has 120 different
-tokens or more, float16 writes the same text, and so do 20 passes in which every output of a linear
-layer is shifted at random by up to half a float16 step. The best that fits goes to --out.
+bits per byte of the best are then examined, half a minute each, on the greedy text from BOS to the
+end of the context. One fits if the two best logits are always 0.03 apart or more in float32, the
+text has 120 different tokens or more, float16 writes the same text, and so do 20 passes in which
+every output of a linear layer is shifted at random by up to half a float16 step. The best that fits
+goes to --out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "checkpoints")]
 
 from train import bits_per_byte, load_tokenizer, read_documents
 
+from day5 import say
 from octlm import Decoder, load_checkpoint, load_facts, save_checkpoint
 
 WITHIN, GAP, DIFFERENT, PASSES = 0.003, 0.03, 120, 20
@@ -84,8 +87,12 @@ def main(argv: list[str] | None = None) -> int:
             last = models[-count:]
             candidates[f"mean of the last {count}"] = average(last, [1] * count)
             candidates[f"rising mean of the last {count}"] = average(last, range(1, count + 1))
-        scores = {name: bits_per_byte(model, tokenizer, heldout)
-                  for name, model in candidates.items()}
+        scores, start = {}, time.perf_counter()
+        for done, (name, model) in enumerate(candidates.items()):
+            left = (time.perf_counter() - start) / done * (len(candidates) - done) if done else 0
+            say(f"scoring {name}, {done + 1} of {len(candidates)}"
+                + f", about {left / 60:.0f} min left" * bool(done))
+            scores[name] = bits_per_byte(model, tokenizer, heldout)
         print("| candidate | bits per byte | smallest gap | different tokens | float16 equal | "
               "shifted equal |\n|:--|--:|--:|--:|:--|--:|", flush=True)
         chosen = None
@@ -104,8 +111,11 @@ def main(argv: list[str] | None = None) -> int:
             facts = load_facts(args.checkpoints[-1])
             facts |= {"chosen": chosen, "bits_per_byte": scores[chosen]}
             save_checkpoint(args.out, candidates[chosen].half(), **facts)
+    except KeyboardInterrupt:
+        say("choose_checkpoint.py: interrupted; nothing was written")
+        return 1
     except (OSError, ValueError) as error:
-        print(f"choose_checkpoint.py: {error}", file=sys.stderr)
+        say(f"choose_checkpoint.py: {error}")
         return 1
     return 0
 
