@@ -169,12 +169,11 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight  # may be a quantized one, which has no views
         if (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not x.is_cpu
                 or x.shape != (1, 1, self.in_features) or x.dtype != torch.float32
                 or (threads := torch.get_num_threads()) == 1 or self.out_features % threads
-                or type(weight) not in (nn.Parameter, Tensor) or weight.layout != torch.strided
-                or not weight.is_contiguous()):
+                or type(weight := self.weight) not in (nn.Parameter, Tensor)  # quantized: no views
+                or weight.layout != torch.strided or not weight.is_contiguous()):
             return super().forward(x)
         # PyTorch's own product of one row often uses one core: here each takes a slice of outputs.
         slices = weight.view(threads, -1, self.in_features)
@@ -446,7 +445,7 @@ def sample(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
     logits = logits.float()
     # A NaN counts as the largest of its row: the one check finds NaN, +inf and a row of -inf.
     largest, greedy = logits.max(dim=-1, keepdim=True)  # the lowest index among equals
-    if not largest.isfinite().all():
+    if not largest.abs().amax() < math.inf:  # false for NaN, too
         raise RuntimeError("logits must have a finite largest value in every row")
     if temperature == 0:
         return greedy
