@@ -1,20 +1,23 @@
 """Choose the checkpoint whose greedy text is the surest in float16.
 
     python scripts/choose_checkpoint.py CHECKPOINT [CHECKPOINT ...] --heldout FILE [--out FILE]
+        [--random N]
 
 Candidates are the checkpoints, named from the oldest to the newest, and two averages of each last
-two or more: with equal weights and with weights that rise 1, 2, 3 and so on. Those within 0.003
-bits per byte of the best are then examined, half a minute each, on the greedy text from BOS to the
-end of the context. One fits if the two best logits are always 0.03 apart or more in float32, the
-text has 120 different tokens or more, float16 writes the same text, and so do 20 passes in which
-every output of a linear layer is shifted at random by up to half a float16 step. The best that fits
-goes to --out.
+two or more: with equal weights and with weights that rise 1, 2, 3 and so on. With --random, also
+those of N random averages whose greedy text passes the first test below (a second each; about one
+in a hundred does). Those within 0.003 bits per byte of the best are then examined, half a minute
+each, on the greedy text from BOS to the end of the context. One fits if the two best logits are
+always 0.03 apart or more in float32, the text has 120 different tokens or more, float16 writes the
+same text, and so do 20 passes in which every output of a linear layer is shifted at random by up to
+half a float16 step. The best that fits goes to --out.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import random
 import sys
 import time
 from pathlib import Path
@@ -50,6 +53,19 @@ def shift(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
+def stays_apart(model: Decoder, bos: int) -> bool:
+    """Whether the two best logits are GAP or more apart at each step of the greedy text."""
+    token, cache = torch.tensor([[bos]]), None
+    for _ in range(model.config.context_length):
+        logits, cache = model.forward_cached(token, cache)
+        best = logits[0, -1].topk(2)
+        if best.values[0] - best.values[1] < GAP:
+            return False
+        token = best.indices[None, :1]
+    return True
+
+
+@torch.inference_mode()
 def examine(model: Decoder, bos: int) -> tuple[float, int, bool, int]:
     """Of the greedy text from BOS: the smallest gap between the two best logits, the number of
     different tokens, whether float16 writes the same, and how many of the shifted passes do.
@@ -76,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heldout", type=Path, required=True, help="text to score")
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "checkpoints" / "tokenizer.model")
     parser.add_argument("--out", type=Path, help="checkpoint to write")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="random averages to try")
     args = parser.parse_args(argv)
     try:
         tokenizer, heldout = load_tokenizer(args.tokenizer), read_documents(args.heldout)
@@ -87,6 +104,16 @@ def main(argv: list[str] | None = None) -> int:
             last = models[-count:]
             candidates[f"mean of the last {count}"] = average(last, [1] * count)
             candidates[f"rising mean of the last {count}"] = average(last, range(1, count + 1))
+        if args.random:
+            say(f"trying {args.random} random averages, about {args.random / 60:.0f} min")
+        draw = random.Random(0)
+        for _ in range(args.random):
+            some = draw.sample(range(len(models)), draw.randint(1, min(5, len(models))))
+            weights = [draw.randint(1, 9) for _ in some]
+            model = average([models[i] for i in some], weights)
+            if stays_apart(model, tokenizer.bos_id()):
+                parts = (f"{w} x {args.checkpoints[i].stem}" for w, i in zip(weights, some))
+                candidates[f"mean of {', '.join(parts)}"] = model
         scores, start = {}, time.perf_counter()
         for done, (name, model) in enumerate(candidates.items()):
             left = (time.perf_counter() - start) / done * (len(candidates) - done) if done else 0
