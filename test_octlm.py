@@ -2552,6 +2552,31 @@ def test_a_loss_that_is_not_a_number_stops_the_run(train, tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_gradient_that_is_not_finite_reaches_no_state(train, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
+    norms = iter([1.0, 1.0, math.inf])
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+    with pytest.raises(RuntimeError, match=r"the loss is [\d.]+ at step 3, its gradient inf long"):
+        train.train(**SETTINGS, out=tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt.state", weights_only=True)["step"] == 2
+
+
+def test_a_flipped_byte_in_a_state_is_noticed(train, tmp_path: Path, monkeypatch):
+    def stop(model: Decoder) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(**SETTINGS, out=tmp_path / "a.pt", evaluate=stop)
+    state = tmp_path / "a.pt.state"
+    weight = torch.load(state, weights_only=True)["model"]["final_norm.weight"].numpy().tobytes()
+    content = bytearray(state.read_bytes())
+    content[content.index(weight)] ^= 1
+    state.write_bytes(content)
+    with pytest.raises(ValueError, match="a.pt.state is damaged, or no state"):
+        train.train(**SETTINGS, out=tmp_path / "a.pt", resume=True)
+
+
 def test_what_the_loss_counts(train, tokenizer):
     """No BOS or EOS at a cut, and neither the mark nor the token after it is a target."""
     text = "Tim saw a big"
@@ -2625,7 +2650,8 @@ def test_the_command_line_of_training(train, folder: Path, monkeypatch):
         given.update(settings, config=config, documents=documents, out=out)
 
     monkeypatch.setattr(train, "train", remember)
-    b, cut = str(folder / "b.txt"), str(folder / "cut.txt")
+    (folder / "cut").mkdir()  # a file in another folder may have the same name
+    b, cut = str(folder / "b.txt"), str((folder / "cut.txt").rename(folder / "cut" / "b.txt"))
     assert train.main(command(folder, b, b, "--tails", cut, "--heldout", b, "--seed", "7",
                               "--learning-rate", "0.5", "--weight-decay", "0.25", "--dtype",
                               "float32", "--keep-every", "9")) == 0
@@ -2638,7 +2664,7 @@ def test_the_command_line_of_training(train, folder: Path, monkeypatch):
              "cut", "resume", "initial", "facts")
     assert [given[name] for name in names] == [
         128, 2, 7, 0.5, 0.25, "float32", 9, 0, False, None,
-        {"files": {"a.txt": 1, "b.txt": 2, "cut.txt": 1}}]
+        {"files": {"a.txt": 1, "b.txt": 3}, "init": None}]
     model = Decoder(given["config"]).eval()
     assert given["evaluate"](model) == train.bits_per_byte(model, tokenizer, STORIES[1:])
     before = (folder / "t.model").read_bytes()
@@ -2677,32 +2703,73 @@ def test_a_run_from_the_command_line(train, folder: Path, monkeypatch):
     assert train.main(arguments) == 0
     for name in ("second.pt", "second-64.pt", "second-128.pt"):  # so slow that nothing moved
         assert_same_weights(load_checkpoint(folder / name), first)
+        facts = content_of(folder / name)["facts"]
+        assert facts["tokens"] == (64 if "64" in name else 128) and facts["init"] == "out.pt"
+    out.rename(folder / "third.pt")
+    Path(f"{out}.jsonl").unlink()
+    before = (folder / "second-64.pt").read_bytes()
+    assert train.main(arguments) == 1  # what an earlier run kept stays
+    assert (folder / "second-64.pt").read_bytes() == before and not out.exists()
 
 
-def sentencepiece_without_bos(path: Path) -> None:
+@pytest.mark.parametrize("saved", [True, False])
+def test_an_interrupted_run_says_what_can_be_resumed(
+    saved: bool, train, folder: Path, monkeypatch, capsys
+):
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0 if saved else 1000)
+    step, calls = torch.optim.AdamW.step, []
+
+    def stop(optimizer) -> None:
+        calls.append(optimizer)
+        if len(calls) == 3:  # two a step
+            raise KeyboardInterrupt
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", stop)
+    assert train.main(command(folder, "--dtype", "float32")) == 1
+    then = "--resume goes on from the last saved state" if saved else "no state was saved yet"
+    assert capsys.readouterr().err.splitlines()[-1] == f"train.py: interrupted; {then}"
+    assert (folder / "out.pt.state").exists() == saved
+
+
+def test_a_closed_stderr_does_not_end_the_training(train, folder: Path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", MagicMock(write=MagicMock(side_effect=BrokenPipeError)))
+        assert train.main(command(folder)) == 0
+    assert (folder / "out.pt").exists()
+
+
+def sentencepiece_without(path: Path, token: str) -> None:
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(STORIES), model_writer=made, vocab_size=40, bos_id=-1,
-        hard_vocab_limit=False, minloglevel=2)
+        sentence_iterator=iter(STORIES), model_writer=made, vocab_size=40,
+        hard_vocab_limit=False, minloglevel=2, **{token: -1})
     path.write_bytes(made.getvalue())
 
 
 @pytest.mark.parametrize("prepare, more, fault", [
-    (None, ["--out", "{}/none/out.pt"], "the folder of {}/none/out.pt does not exist"),
+    (None, ["--out", "{}/none/out.pt"], "in the folder of {}/none/out.pt: No such file or "),
+    (None, ["--out", "/proc/out.pt"], "cannot write in the folder of /proc/out.pt: "),
+    (None, ["--tokenizer", "{}/none/t.model"], "cannot write in the folder of {}/none/t.model: "),
+    (lambda f: (f / "out.pt").symlink_to("none/out.pt"), [], "{}/out.pt exists: "),
     (None, ["--resume"], "{}/out.pt.state does not exist: there is nothing to resume"),
     (lambda f: (f / "out.pt.state").touch(), ["--resume"], "{}/out.pt.state is damaged, or no "),
     (lambda f: torch.save({"step": 3}, f / "out.pt.state"), ["--resume"], "state is damaged"),
     (lambda f: (f / "b.txt").write_bytes(b"caf\xe9"), ["{}/b.txt"], "{}/b.txt is not UTF-8: "),
-    (lambda f: (f / "b.txt").write_text("\n<|endoftext|>\n\n"), ["--heldout", "{}/b.txt"],
+    (lambda f: (f / "b.txt").write_text("\n<|endoftext|>\n \n"), ["--heldout", "{}/b.txt"],
      "{}/b.txt holds no text"),
     (None, ["{}/none.txt"], "No such file or directory: '{}/none.txt'"),
     (None, ["--vocab-size", "8192"], "no tokenizer of 8192 pieces from this text: "),
-    (lambda f: (f / "t.model").write_text("x"), [], "{}/t.model is no sentencepiece model"),
-    (lambda f: sentencepiece_without_bos(f / "t.model"), [], "{}/t.model has no BOS or no EOS"),
-    (None, ["--batch", "1000"], "pieces of 32, expected 1000"),
+    (lambda f: (f / "t.model").write_text("x"), [], "{}/t.model is not a sentencepiece model"),
+    (lambda f: sentencepiece_without(f / "t.model", "bos_id"), [], "t.model has no beginning-of-"),
+    (lambda f: sentencepiece_without(f / "t.model", "eos_id"), [], "t.model has no end-of-text "),
+    (None, ["--batch", "1000"], "pieces of 32 tokens in the text, expected 1000"),
     (None, ["--init", "{}/a.txt", "--sizes", "{{}}"], "checkpoint {}/a.txt: "),
     (lambda f: save_checkpoint(f / "i.pt", Decoder(TINY)),
-     ["--init", "{}/i.pt", "--sizes", "{{}}"], "{}/i.pt has 61 tokens, the tokenizer 300"),
+     ["--init", "{}/i.pt", "--sizes", "{{}}"], "{}/t.model"),  # another would not fit its weights
+    (lambda f: save_checkpoint(f / "i.pt", Decoder(TINY)),
+     ["--init", "{}/i.pt", "--sizes", "{{}}", "--tokenizer", f"{HERE}/checkpoints/tokenizer.model"],
+     "{}/i.pt has 61 tokens, the tokenizer 8192"),
 ])
 def test_a_fault_in_training_is_one_line(prepare, more, fault, train, folder: Path, capfd):
     if prepare:
@@ -2716,7 +2783,8 @@ def test_a_fault_in_training_is_one_line(prepare, more, fault, train, folder: Pa
 
 @pytest.mark.parametrize("more", [
     "--tokens 0", "--batch 0", "--vocab-size 0", "--learning-rate nan", "--learning-rate inf",
-    "--weight-decay -1", "--keep-every -1", "--dtype float16", "--sizes [1]", '--sizes {"x":1}',
+    "--weight-decay -1", "--keep-every -1", "--seed -1", "--seed 4294967296",
+    "--dtype float16", "--sizes [1]", '--sizes {"x":1}',
     '--sizes {"n_layers":0}', "--sizes n_layers", "--init a.pt",
 ])
 def test_wrong_arguments_of_training_exit_with_2(more: str, train, folder: Path, capsys):

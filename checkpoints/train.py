@@ -18,11 +18,15 @@ import argparse
 import copy
 import hashlib
 import io
+import itertools
 import json
 import math
+import os
 import re
 import sys
+import tempfile
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -37,6 +41,8 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import day5
+from day5 import say
 from octlm import Decoder, DecoderConfig, load_checkpoint, save_atomically, save_checkpoint
 
 SEPARATOR = "<|endoftext|>"
@@ -45,7 +51,7 @@ SAVE_SECONDS = 180
 
 
 def read_documents(path: Path) -> list[str]:
-    """The documents of one file, without the newlines at their ends; empty ones are dropped.
+    """The documents of one file, without the newlines at their ends; blank ones are dropped.
 
     Raises ValueError for a file that is not UTF-8 or holds no text.
     """
@@ -55,10 +61,18 @@ def read_documents(path: Path) -> list[str]:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
     # Files that were joined have a byte order mark in their midst.
     parts = re.split(rf"(?m)^\ufeff?{re.escape(SEPARATOR)}[ \t]*$", text)
-    documents = [document for part in parts if (document := part.strip("\n\ufeff"))]
+    documents = [document for part in parts if (document := part.strip("\n\ufeff")).strip()]
     if not documents:
         raise ValueError(f"{path} holds no text")
     return documents
+
+
+def check_folder(path: Path) -> None:
+    """Raises OSError if the file can't be written because of its folder."""
+    try:
+        tempfile.TemporaryFile(dir=path.absolute().parent).close()
+    except OSError as error:
+        raise OSError(f"cannot write in the folder of {path}: {error.strerror}") from error
 
 
 def train_tokenizer(documents: Iterable[str], target: Path, vocab_size: int = 8192) -> None:
@@ -66,6 +80,7 @@ def train_tokenizer(documents: Iterable[str], target: Path, vocab_size: int = 81
 
     Raises ValueError for documents that do not give so many pieces.
     """
+    check_folder(target)
     trained = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -89,13 +104,10 @@ def train_tokenizer(documents: Iterable[str], target: Path, vocab_size: int = 81
 
 
 def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
-    """Raises ValueError for a file that is no sentencepiece model or lacks BOS or EOS."""
-    try:
-        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except RuntimeError as error:
-        raise ValueError(f"{path} is no sentencepiece model") from error
-    if min(tokenizer.bos_id(), tokenizer.eos_id()) < 0:
-        raise ValueError(f"the tokenizer {path} has no BOS or no EOS")
+    """As `day5.load_tokenizer`, and raises ValueError for one without EOS, too."""
+    tokenizer = day5.load_tokenizer(path)
+    if tokenizer.eos_id() < 0:
+        raise ValueError(f"tokenizer {path} has no end-of-text token (EOS)")
     return tokenizer
 
 
@@ -134,7 +146,7 @@ class Batches:
         pieces = (sum(map(len, documents)) - 1) // context
         self.steps_per_epoch = pieces // batch
         if self.steps_per_epoch == 0:
-            raise ValueError(f"the text gives {pieces} pieces of {context}, expected {batch}")
+            raise ValueError(f"{pieces} pieces of {context} tokens in the text, expected {batch}")
         self.epoch = -1
 
     def __getitem__(self, step: int) -> Tensor:
@@ -190,23 +202,26 @@ def choose_dtype() -> tuple[str, str]:
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """Raises FileNotFoundError or FileExistsError where the files of a run can't begin or go on."""
-    if not out.absolute().parent.is_dir():
-        raise FileNotFoundError(f"the folder of {out} does not exist")
+    """Raises OSError where the files of a run can't begin or go on."""
+    check_folder(out)
     if resume and not Path(f"{out}.state").exists():
         raise FileNotFoundError(f"{out}.state does not exist: there is nothing to resume")
-    existing = [name for end in ("", ".state", ".jsonl") if Path(name := f"{out}{end}").exists()]
+    existing = [name for end in ("", ".state", ".jsonl") if os.path.lexists(name := f"{out}{end}")]
     if existing and not resume:
         raise FileExistsError(f"{existing[0]} exists: resume, or move it away first")
 
 
 def load_state(path: Path, device: torch.device) -> dict:
     """Raises ValueError for a file that is not a state."""
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        state["settings"], state["optimizers"]
-    except Exception as error:  # what garbled bytes raise is not documented
-        raise ValueError(f"{path} is damaged, or no state") from error
+    with open(path, "rb") as file:
+        try:
+            if damaged := zipfile.ZipFile(file).testzip():  # torch.load verifies no checksum
+                raise ValueError(damaged)
+            file.seek(0)
+            state = torch.load(file, map_location=device, weights_only=True)
+            state["settings"], state["optimizers"]
+        except Exception as error:  # what garbled bytes raise is not documented
+            raise ValueError(f"{path} is damaged, or no state") from error
     return state
 
 
@@ -250,7 +265,18 @@ def train(
     steps = math.ceil(tokens / per_step)
     warmup = min(WARMUP_STEPS, max(1, steps // 10))
     held = steps - steps // 5
+
+    def crosses(every: int, step: int) -> bool:
+        """Whether that many steps, and not one less, reach a multiple of `every` tokens."""
+        return every > 0 and step * per_step // every > (step - 1) * per_step // every
+
     digest = hashlib.sha256(torch.cat([*documents, *pieces]).numpy()).hexdigest()
+    kept = {
+        step: out.with_stem(f"{out.stem}-{step * per_step}") for step in range(1, steps + 1)
+        if crosses(keep_every, step)
+    }
+    if existing := [path for path in kept.values() if os.path.lexists(path) and not resume]:
+        raise FileExistsError(f"{existing[0]} exists: move it away first")
     settings = {
         "config": asdict(config), "batch": batch, "learning_rate": learning_rate,
         "weight_decay": weight_decay, "dtype": dtype, "seed": seed, "text": digest,
@@ -284,10 +310,9 @@ def train(
             optimizer.load_state_dict(saved)
         done, seconds, loss = state["step"], state["seconds"], state["loss"]
         if rows_path.exists():  # rows written after that state come again
-            rows = rows_path.read_text(encoding="utf-8").splitlines(keepends=True)
-            rows = [row for row in rows
-                    if row.endswith("\n") and json.loads(row)["step"] <= min(done, steps - 1)]
-            rows_path.write_text("".join(rows), encoding="utf-8")
+            rows = [row for row in rows_path.read_bytes().splitlines(keepends=True)
+                    if row.endswith(b"\n") and json.loads(row)["step"] <= min(done, steps - 1)]
+            os.truncate(rows_path, sum(map(len, rows)))  # a full disk can't lose the others
 
     def save_state() -> None:
         save_atomically(state_path, {
@@ -308,6 +333,13 @@ def train(
             rows.write(json.dumps(row, sort_keys=True) + "\n")
         return score
 
+    def save_weights(path: Path, **score: float | None) -> None:
+        save_checkpoint(
+            path, copy.deepcopy(model).half(), **(facts or {}), tokens=done * per_step, batch=batch,
+            seed=seed, learning_rate=learning_rate, weight_decay=weight_decay, dtype=dtype,
+            seconds=round(seconds), torch=torch.__version__, **score,
+        )
+
     model.train()
     last_save = shown = time.monotonic()
     for step in range(done, steps):
@@ -323,26 +355,22 @@ def train(
             logits = model(ids[:, :-1])
         objective = F.cross_entropy(logits.float().flatten(0, 1), targets_of(ids, cut).flatten())
         objective.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        done, loss = step + 1, objective.item()
+        if not math.isfinite(loss + norm):  # before it is in the weights, and in the state
+            raise RuntimeError(f"the loss is {loss} at step {done}, its gradient {norm} long")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        done, loss = step + 1, objective.item()
-        if not math.isfinite(loss):
-            raise RuntimeError(f"the loss is {loss} at step {done}")
         now = time.monotonic()
         seconds += now - started
         if now - shown >= 10 or done == steps:
             rate, shown = done * per_step / seconds, now
-            print(
-                f"step {done}/{steps}  loss {loss:.3f}  {rate:,.0f} tokens/s  "
-                f"{(steps - done) * per_step / rate / 60:.0f} min left",
-                file=sys.stderr, flush=True,
-            )
-        if keep_every and done * per_step // keep_every > step * per_step // keep_every:
-            kept = copy.deepcopy(model).half()
-            save_checkpoint(out.with_stem(f"{out.stem}-{done * per_step}"), kept)
-        crossed = done * per_step // evaluate_every > step * per_step // evaluate_every
+            say(f"step {done}/{steps}  loss {loss:.3f}  {rate:,.0f} tokens/s  "
+                f"{(steps - done) * per_step / rate / 60:.0f} min left")
+        if done in kept:
+            save_weights(kept[done])
+        crossed = crosses(evaluate_every, done)
         if crossed and done < steps:
             write_row()
         if crossed or now - last_save >= SAVE_SECONDS:
@@ -351,11 +379,7 @@ def train(
 
     model.half().float()  # what is shipped is what is scored
     score = write_row()
-    save_checkpoint(
-        out, model.half(), **(facts or {}), tokens=steps * per_step, batch=batch, seed=seed,
-        learning_rate=learning_rate, weight_decay=weight_decay, dtype=dtype,
-        seconds=round(seconds), bits_per_byte=score, torch=torch.__version__,
-    )
+    save_weights(out, bits_per_byte=score)
     state_path.unlink(missing_ok=True)
 
 
@@ -387,6 +411,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--tokens, --batch, --vocab-size and --learning-rate must be positive")
     if args.keep_every < 0 or not 0 <= args.weight_decay < math.inf:
         parser.error("--keep-every and --weight-decay must be 0 or positive")
+    if not 0 <= args.seed < 2**32:
+        parser.error("--seed must be from 0 to 4294967295")
     try:
         DecoderConfig(1, **args.sizes)
     except (TypeError, ValueError) as error:
@@ -401,37 +427,37 @@ def main(argv: list[str] | None = None) -> int:
         texts = {path: read_documents(path) for path, _ in counts}
         heldout = read_documents(args.heldout) if args.heldout else None
         initial = load_checkpoint(args.init) if args.init else None
-        if not args.tokenizer.exists():
-            train_tokenizer(
-                (text for path in texts for text in texts[path]), args.tokenizer, args.vocab_size
-            )
+        if not (args.tokenizer.exists() or args.init):
+            train_tokenizer(itertools.chain(*texts.values()), args.tokenizer, args.vocab_size)
         tokenizer = load_tokenizer(args.tokenizer)
         pieces = tokenizer.vocab_size()
         config = initial.config if initial else DecoderConfig(pieces, **args.sizes)
         if config.vocab_size != pieces:
             raise ValueError(f"{args.init} has {config.vocab_size} tokens, the tokenizer {pieces}")
         dtype, why = (args.dtype, "as asked for") if args.dtype else choose_dtype()
-        print(f"training in {dtype}: {why}", file=sys.stderr, flush=True)
+        say(f"training in {dtype}: {why}")
         documents, pieces = [], []
         for (path, kind), count in counts.items():
             encoded = encode(tokenizer, texts[path], kind)
             (documents if kind == "whole" else pieces).extend(encoded * count)
             size = sum(map(len, encoded))
-            print(f"{path.name}: {kind}, {len(encoded):,} documents, {size:,} tokens, x {count}",
-                  file=sys.stderr, flush=True)
+            say(f"{path.name}: {kind}, {len(encoded):,} documents, {size:,} tokens, x {count}")
         train(
             config, documents, args.out,
             tokens=args.tokens, batch=args.batch, learning_rate=args.learning_rate, seed=args.seed,
             weight_decay=args.weight_decay, pieces=pieces, cut=tokenizer.unk_id(), initial=initial,
             dtype=dtype, resume=args.resume, keep_every=args.keep_every,
             evaluate=(lambda model: bits_per_byte(model, tokenizer, heldout)) if heldout else None,
-            facts={"files": {path.name: count for (path, _), count in counts.items()}},
+            facts={"files": Counter(path.name for _, paths in kinds for path in paths),
+                   "init": args.init and args.init.name},
         )
     except (OSError, ValueError, RuntimeError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        say(f"train.py: {error}")
         return 1
     except KeyboardInterrupt:
-        print("train.py: interrupted; --resume goes on from the last saved state", file=sys.stderr)
+        saved = Path(f"{args.out}.state").exists()
+        then = "--resume goes on from the last saved state" if saved else "no state was saved yet"
+        say(f"train.py: interrupted; {then}")
         return 1
     return 0
 
