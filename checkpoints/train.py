@@ -270,13 +270,13 @@ def train(
         """Whether that many steps, and not one less, reach a multiple of `every` tokens."""
         return every > 0 and step * per_step // every > (step - 1) * per_step // every
 
-    digest = hashlib.sha256(torch.cat([*documents, *pieces]).numpy()).hexdigest()
     kept = {
         step: out.with_stem(f"{out.stem}-{step * per_step}") for step in range(1, steps + 1)
         if crosses(keep_every, step)
     }
     if existing := [path for path in kept.values() if os.path.lexists(path) and not resume]:
         raise FileExistsError(f"{existing[0]} exists: move it away first")
+    digest = hashlib.sha256(torch.cat([*documents, *pieces]).numpy()).hexdigest()
     settings = {
         "config": asdict(config), "batch": batch, "learning_rate": learning_rate,
         "weight_decay": weight_decay, "dtype": dtype, "seed": seed, "text": digest,
@@ -358,7 +358,7 @@ def train(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         done, loss = step + 1, objective.item()
         if not math.isfinite(loss + norm):  # before it is in the weights, and in the state
-            raise RuntimeError(f"the loss is {loss} at step {done}, its gradient {norm} long")
+            raise RuntimeError(f"the loss is {loss} at step {done}, its gradient's norm {norm}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -430,10 +430,10 @@ def main(argv: list[str] | None = None) -> int:
         if not (args.tokenizer.exists() or args.init):
             train_tokenizer(itertools.chain(*texts.values()), args.tokenizer, args.vocab_size)
         tokenizer = load_tokenizer(args.tokenizer)
-        pieces = tokenizer.vocab_size()
-        config = initial.config if initial else DecoderConfig(pieces, **args.sizes)
-        if config.vocab_size != pieces:
-            raise ValueError(f"{args.init} has {config.vocab_size} tokens, the tokenizer {pieces}")
+        size = tokenizer.vocab_size()
+        config = initial.config if initial else DecoderConfig(size, **args.sizes)
+        if config.vocab_size != size:
+            raise ValueError(f"{args.init} has {config.vocab_size} tokens, the tokenizer {size}")
         dtype, why = (args.dtype, "as asked for") if args.dtype else choose_dtype()
         say(f"training in {dtype}: {why}")
         documents, pieces = [], []

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +30,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "checkpoints")]
 
-from train import bits_per_byte, load_tokenizer, read_documents
+from train import bits_per_byte, check_folder, load_tokenizer, read_documents
 
 from day5 import say
 from octlm import Decoder, load_checkpoint, load_facts, save_checkpoint
@@ -36,12 +38,13 @@ from octlm import Decoder, load_checkpoint, load_facts, save_checkpoint
 WITHIN, GAP, DIFFERENT, PASSES = 0.003, 0.03, 120, 20
 
 
-def average(models: list[Decoder], weights: list[int]) -> Decoder:
+def average(models: Sequence[Decoder], weights: Sequence[int]) -> Decoder:
     """The weighted mean of the models' parameters, rounded to float16 as it would be shipped."""
-    mean = Decoder(models[0].config).eval()
+    mean = copy.deepcopy(models[0])
     with torch.no_grad():
         for target, *sources in zip(mean.parameters(), *(model.parameters() for model in models)):
-            target.copy_(sum(w * source for w, source in zip(weights, sources)) / sum(weights))
+            total = sum(w * source for w, source in zip(weights, sources) if w)
+            target.copy_(total / sum(weights))
     return mean.half().float()
 
 
@@ -94,39 +97,53 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="checkpoint to write")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="random averages to try")
     args = parser.parse_args(argv)
+    if args.random < 0:
+        parser.error("--random must be 0 or positive")
     try:
+        if args.out:
+            check_folder(args.out)
+            if os.path.lexists(args.out):
+                raise FileExistsError(f"{args.out} exists: move it away first")
         tokenizer, heldout = load_tokenizer(args.tokenizer), read_documents(args.heldout)
         models = [load_checkpoint(path) for path in args.checkpoints]
         if len({model.config for model in models}) > 1:
             raise ValueError("the checkpoints differ in their config")
-        candidates = {path.stem: model for path, model in zip(args.checkpoints, models)}
-        for count in range(2, len(models) + 1):
-            last = models[-count:]
-            candidates[f"mean of the last {count}"] = average(last, [1] * count)
-            candidates[f"rising mean of the last {count}"] = average(last, range(1, count + 1))
+        size, expected = models[0].config.vocab_size, tokenizer.vocab_size()
+        if size != expected:
+            raise ValueError(f"the checkpoints have {size} tokens, the tokenizer {expected}")
+        names, count = [path.stem for path in args.checkpoints], len(models)
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two checkpoints are named {twice[0]}")
+        # Of each candidate the weights of the models: so many means would fill the memory.
+        candidates = {name: [int(i == k) for k in range(count)] for i, name in enumerate(names)}
+        for last in range(2, count + 1):
+            older = [0] * (count - last)
+            candidates[f"mean of the last {last}"] = older + [1] * last
+            candidates[f"rising mean of the last {last}"] = [*older, *range(1, last + 1)]
         if args.random:
             say(f"trying {args.random} random averages, about {args.random / 60:.0f} min")
         draw = random.Random(0)
         for _ in range(args.random):
-            some = draw.sample(range(len(models)), draw.randint(1, min(5, len(models))))
-            weights = [draw.randint(1, 9) for _ in some]
-            model = average([models[i] for i in some], weights)
-            if stays_apart(model, tokenizer.bos_id()):
-                parts = (f"{w} x {args.checkpoints[i].stem}" for w, i in zip(weights, some))
-                candidates[f"mean of {', '.join(parts)}"] = model
+            weights = [0] * count
+            for i in draw.sample(range(count), draw.randint(1, min(5, count))):
+                weights[i] = draw.randint(1, 9)
+            if stays_apart(average(models, weights), tokenizer.bos_id()):
+                parts = (f"{weight} x {name}" for weight, name in zip(weights, names) if weight)
+                candidates[f"mean of {', '.join(parts)}"] = weights
         scores, start = {}, time.perf_counter()
-        for done, (name, model) in enumerate(candidates.items()):
+        for done, (name, weights) in enumerate(candidates.items()):
             left = (time.perf_counter() - start) / done * (len(candidates) - done) if done else 0
             say(f"scoring {name}, {done + 1} of {len(candidates)}"
                 + f", about {left / 60:.0f} min left" * bool(done))
-            scores[name] = bits_per_byte(model, tokenizer, heldout)
+            scores[name] = bits_per_byte(average(models, weights), tokenizer, heldout)
         print("| candidate | bits per byte | smallest gap | different tokens | float16 equal | "
               "shifted equal |\n|:--|--:|--:|--:|:--|--:|", flush=True)
         chosen = None
         for name, score in sorted(scores.items(), key=lambda item: item[1]):
             cells = ["", "", "", ""]
             if score <= min(scores.values()) + WITHIN:
-                gap, different, equal, same = examine(candidates[name], tokenizer.bos_id())
+                model = average(models, candidates[name])
+                gap, different, equal, same = examine(model, tokenizer.bos_id())
                 cells = [f"{gap:.4f}", different, "yes" if equal else "no", f"{same} of {PASSES}"]
                 fits = gap >= GAP and different >= DIFFERENT and equal and same == PASSES
                 chosen = chosen or (name if fits else None)
@@ -137,11 +154,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.out:
             facts = load_facts(args.checkpoints[-1])
             facts |= {"chosen": chosen, "bits_per_byte": scores[chosen]}
-            save_checkpoint(args.out, candidates[chosen].half(), **facts)
+            save_checkpoint(args.out, average(models, candidates[chosen]).half(), **facts)
     except KeyboardInterrupt:
         say("choose_checkpoint.py: interrupted; nothing was written")
         return 1
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         say(f"choose_checkpoint.py: {error}")
         return 1
     return 0
