@@ -2344,7 +2344,7 @@ TINY = replace(SMALL, context_length=8, n_heads=2, n_kv_heads=1, d_model=16, d_f
 DOCUMENTS = [random_ids(1, n, seed=n)[0].to(torch.int32) for n in (5, 17, 9, 30, 3, 12)]
 SETTINGS = {  # ten steps, through several epochs
     "config": TINY, "documents": DOCUMENTS, "tokens": 160, "batch": 2, "learning_rate": 0.01,
-    "seed": 3, "evaluate_every": 32,
+    "seed": 3, "evaluate_every": 40,  # a step has 16
 }
 
 
@@ -2453,6 +2453,25 @@ def test_the_dtype_follows_the_processor(train, monkeypatch):
                             ({"avx2": True, "avx512_bf16": False}, "float32"), ({}, "float32")]:
         monkeypatch.setattr(torch.cpu, "get_capabilities", flags.copy)
         assert train.choose_dtype()[0] == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for native in (True, False):  # emulated it is slow
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                            lambda including_emulation=True, native=native:
+                            including_emulation or native)
+        assert train.choose_dtype()[0] == ("bfloat16" if native else "float32")
+
+
+def test_the_warm_up_of_a_long_run_has_a_fixed_length(train, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(train, "WARMUP_STEPS", 2)
+    step, rates = torch.optim.AdamW.step, []
+
+    def remember(optimizer) -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", remember)
+    train.train(**SETTINGS | {"tokens": 480}, out=tmp_path / "a.pt")  # a tenth: three steps
+    assert rates[:4] == [0.005, 0.01, 0.01, 0.01]
 
 
 @pytest.mark.parametrize("saves", [1, 4, 9, 10])
@@ -2467,7 +2486,7 @@ def test_a_resumed_run_equals_an_unbroken_one(
     monkeypatch.setattr(train, "SAVE_SECONDS", 0)
     monkeypatch.setattr(train.time, "monotonic", itertools.count().__next__)
     whole, broken = tmp_path / "whole.pt", tmp_path / "broken.pt"
-    settings = SETTINGS | {"dtype": dtype, "pieces": PIECES, "weight_decay": 0.3}
+    settings = SETTINGS | {"dtype": dtype, "pieces": PIECES, "weight_decay": 0.3, "keep_every": 56}
     train.train(**settings, out=whole, evaluate=evaluate)
     save, calls = train.save_atomically, []
 
@@ -2492,8 +2511,11 @@ def test_a_resumed_run_equals_an_unbroken_one(
     assert content_of(whole)["facts"]["tokens"] == 160
     rows = [[{**row, "time": 0} for row in lines_of(Path(f"{path}.jsonl"))]
             for path in (whole, broken)]
-    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == [2, 4, 6, 8, 10]
-    assert [row["seconds"] for row in rows[0]] == [2, 4, 6, 8, 10]  # one by this clock per step
+    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == [3, 5, 8, 10]
+    assert [row["seconds"] for row in rows[0]] == [3, 5, 8, 10]  # one by this clock per step
+    for kept in ("whole-64.pt", "whole-112.pt"):
+        resumed = tmp_path / kept.replace("whole", "broken")
+        assert_same_weights(load_checkpoint(resumed), load_checkpoint(tmp_path / kept))
     assert not Path(f"{broken}.state").exists()
 
 
@@ -2842,14 +2864,16 @@ def test_averages_of_checkpoints(choose):
         assert torch.allclose(weight.double(), expected, rtol=1e-3, atol=1e-6)
 
 
-def test_what_is_sure_in_float16(choose):
+def test_what_is_sure_in_float16(choose, monkeypatch):
     """A wide margin survives every pass; a tie parts in some."""
     torch.manual_seed(1)
     model = Decoder(replace(TINY, dropout=0.0)).eval()
     with torch.no_grad():
         model.token_embedding.weight.mul_(40)
     model = model.half().float()
+    before = model(torch.tensor([[1, 2, 3]]))
     gap, different, equal, same = choose.examine(model, 1)
+    assert torch.equal(model(torch.tensor([[1, 2, 3]])), before)  # nothing is shifted any more
     text = model.generate(torch.tensor([[1]]), 8)[0].tolist()
     rows = np.sort(reference_logits(model, text[:-1]), axis=-1)
     assert gap == pytest.approx(min(rows[:, -1] - rows[:, -2]), abs=1e-4)
@@ -2857,8 +2881,13 @@ def test_what_is_sure_in_float16(choose):
     assert choose.stays_apart(model, 1)
     with torch.no_grad():  # another token's embedding a hair away: nearly the same logits
         model.token_embedding.weight[60] = model.token_embedding.weight[text[1]] * (1 - 1e-6)
-    gap, _, _, same = choose.examine(model, 1)
+    (gap, _, _, same), *again = (choose.examine(model, 1) for _ in range(4))
     assert gap < 1e-3 and 0 <= same < 20 and not choose.stays_apart(model, 1)
+    assert [found[3] for found in again] == [same] * 3
+    shifted = set()
+    monkeypatch.setattr(choose, "shift", lambda layer, *_: shifted.add(layer))
+    choose.examine(model, 1)
+    assert shifted == {layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
 
 
 def test_the_best_that_fits_is_chosen(choose, tmp_path: Path, monkeypatch, capsys):
@@ -2900,6 +2929,27 @@ def test_the_best_that_fits_is_chosen(choose, tmp_path: Path, monkeypatch, capsy
     assert choose.main(arguments) == 1
     assert capsys.readouterr().err.splitlines()[1:] == [
         "choose_checkpoint.py: interrupted; nothing was written"]
+
+
+def test_the_candidates_of_three_checkpoints(choose, tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "text.txt").write_text("One day")
+    paths = [tmp_path / f"{value}.pt" for value in (1, 2, 4)]
+    for path in paths:
+        model = Decoder(replace(TINY, vocab_size=8192))
+        torch.nn.init.constant_(model.final_norm.weight, float(path.stem))
+        save_checkpoint(path, model, tokens=int(path.stem))
+    monkeypatch.setattr(choose, "bits_per_byte",
+                        lambda model, *_: model.final_norm.weight[0].item())
+    monkeypatch.setattr(choose, "examine", lambda *_: (1.0, 200, True, 20))
+    out = tmp_path / "out.pt"
+    arguments = [*map(str, paths), "--heldout", str(tmp_path / "text.txt"), "--out", str(out)]
+    assert choose.main(arguments) == 0
+    table = dict(line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()[2:9])
+    assert table == {
+        "| 1": "1.0000", "| 2": "2.0000", "| 4": "4.0000", "| mean of the last 2": "3.0000",
+        "| rising mean of the last 2": "3.3340", "| mean of the last 3": "2.3340",
+        "| rising mean of the last 3": "2.8340"}
+    assert content_of(out)["facts"] == {"tokens": 4, "bits_per_byte": 1.0, "chosen": "1"}
 
 
 @pytest.mark.parametrize("more, fault", [

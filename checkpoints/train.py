@@ -56,10 +56,10 @@ def read_documents(path: Path) -> list[str]:
     Raises ValueError for a file that is not UTF-8 or holds no text.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
-    # Files that were joined have a byte order mark in their midst.
+    # A file may begin with a byte order mark, and joined files have some in their midst.
     parts = re.split(rf"(?m)^\ufeff?{re.escape(SEPARATOR)}[ \t]*$", text)
     documents = [document for part in parts if (document := part.strip("\n\ufeff")).strip()]
     if not documents:
