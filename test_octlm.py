@@ -2621,6 +2621,21 @@ def test_a_flipped_byte_in_a_state_is_noticed(train, tmp_path: Path, monkeypatch
         train.train(**SETTINGS, out=tmp_path / "a.pt", resume=True)
 
 
+@pytest.mark.parametrize("row", ["\n", "[]\n", "{}\n", "\udcff\n"])
+def test_other_rows_are_not_touched(row: str, train, tmp_path: Path, monkeypatch):
+    def stop(model: Decoder) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(**SETTINGS, out=tmp_path / "a.pt", evaluate=stop)
+    rows = tmp_path / "a.pt.jsonl"
+    rows.write_bytes(row.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="a.pt.jsonl is damaged, or holds other rows"):
+        train.train(**SETTINGS, out=tmp_path / "a.pt", resume=True)
+    assert rows.read_bytes() == row.encode(errors="surrogateescape")
+
+
 def test_what_the_loss_counts(train, tokenizer):
     """No BOS or EOS at a cut, and neither the mark nor the token after it is a target."""
     text = "Tim saw a big"
@@ -2829,7 +2844,7 @@ def test_a_fault_in_training_is_one_line(prepare, more, fault, train, folder: Pa
 
 @pytest.mark.parametrize("more", [
     "--tokens 0", "--batch 0", "--vocab-size 0", "--learning-rate nan", "--learning-rate inf",
-    "--weight-decay -1", "--keep-every -1", "--seed -1", "--seed 4294967296",
+    "--weight-decay -1", "--keep-every -1", "--seed -1",
     "--dtype float16", "--sizes [1]", '--sizes {"x":1}',
     '--sizes {"n_layers":0}', "--sizes n_layers", "--init a.pt",
 ])

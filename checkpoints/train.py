@@ -42,7 +42,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import day5
-from day5 import say
 from octlm import Decoder, DecoderConfig, load_checkpoint, save_atomically, save_checkpoint
 
 SEPARATOR = "<|endoftext|>"
@@ -180,12 +179,10 @@ def bits_per_byte(
     encoded = sorted((ids[: context + 1] for ids in encode(tokenizer, documents)), key=len)
     for first in range(0, len(encoded), 8):
         group = encoded[first : first + 8]
-        padded = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=-1).long()
+        padded = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=-100).long()
         targets = padded[:, 1:].to(device)
         logits = model(padded[:, :-1].clamp(min=0).to(device)).float()
-        nats += F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
-        ).item()
+        nats += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
         for ids in group:
             size += sum(sizes[i] for i in ids[1:].tolist() if i != tokenizer.eos_id())
     return nats / math.log(2) / size
@@ -310,8 +307,11 @@ def train(
             optimizer.load_state_dict(saved)
         done, seconds, loss = state["step"], state["seconds"], state["loss"]
         if rows_path.exists():  # rows written after that state come again
-            rows = [row for row in rows_path.read_bytes().splitlines(keepends=True)
-                    if row.endswith(b"\n") and json.loads(row)["step"] <= min(done, steps - 1)]
+            try:
+                rows = [row for row in rows_path.read_bytes().splitlines(keepends=True)
+                        if row.endswith(b"\n") and json.loads(row)["step"] <= min(done, steps - 1)]
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{rows_path} is damaged, or holds other rows") from error
             os.truncate(rows_path, sum(map(len, rows)))  # a full disk can't lose the others
 
     def save_state() -> None:
@@ -366,8 +366,8 @@ def train(
         seconds += now - started
         if now - shown >= 10 or done == steps:
             rate, shown = done * per_step / seconds, now
-            say(f"step {done}/{steps}  loss {loss:.3f}  {rate:,.0f} tokens/s  "
-                f"{(steps - done) * per_step / rate / 60:.0f} min left")
+            day5.say(f"step {done}/{steps}  loss {loss:.3f}  {rate:,.0f} tokens/s  "
+                     f"{(steps - done) * per_step / rate / 60:.0f} min left")
         if done in kept:
             save_weights(kept[done])
         crossed = crosses(evaluate_every, done)
@@ -409,10 +409,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.tokens, args.batch, args.vocab_size) < 1 or not 0 < args.learning_rate < math.inf:
         parser.error("--tokens, --batch, --vocab-size and --learning-rate must be positive")
-    if args.keep_every < 0 or not 0 <= args.weight_decay < math.inf:
-        parser.error("--keep-every and --weight-decay must be 0 or positive")
-    if not 0 <= args.seed < 2**32:
-        parser.error("--seed must be from 0 to 4294967295")
+    if min(args.keep_every, args.seed) < 0 or not 0 <= args.weight_decay < math.inf:
+        parser.error("--keep-every, --seed and --weight-decay must be 0 or positive")
     try:
         DecoderConfig(1, **args.sizes)
     except (TypeError, ValueError) as error:
@@ -435,13 +433,13 @@ def main(argv: list[str] | None = None) -> int:
         if config.vocab_size != size:
             raise ValueError(f"{args.init} has {config.vocab_size} tokens, the tokenizer {size}")
         dtype, why = (args.dtype, "as asked for") if args.dtype else choose_dtype()
-        say(f"training in {dtype}: {why}")
+        day5.say(f"training in {dtype}: {why}")
         documents, pieces = [], []
         for (path, kind), count in counts.items():
             encoded = encode(tokenizer, texts[path], kind)
             (documents if kind == "whole" else pieces).extend(encoded * count)
             size = sum(map(len, encoded))
-            say(f"{path.name}: {kind}, {len(encoded):,} documents, {size:,} tokens, x {count}")
+            day5.say(f"{path.name}: {kind}, {len(encoded):,} documents, {size:,} tokens, x {count}")
         train(
             config, documents, args.out,
             tokens=args.tokens, batch=args.batch, learning_rate=args.learning_rate, seed=args.seed,
@@ -452,12 +450,12 @@ def main(argv: list[str] | None = None) -> int:
                    "init": args.init and args.init.name},
         )
     except (OSError, ValueError, RuntimeError) as error:
-        say(f"train.py: {error}")
+        day5.say(f"train.py: {error}")
         return 1
     except KeyboardInterrupt:
         saved = Path(f"{args.out}.state").exists()
         then = "--resume goes on from the last saved state" if saved else "no state was saved yet"
-        say(f"train.py: interrupted; {then}")
+        day5.say(f"train.py: interrupted; {then}")
         return 1
     return 0
 
