@@ -2824,7 +2824,7 @@ def sentencepiece_without(path: Path, token: str) -> None:
     (lambda f: (f / "t.model").write_text("x"), [], "{}/t.model is not a sentencepiece model"),
     (lambda f: sentencepiece_without(f / "t.model", "bos_id"), [], "t.model has no beginning-of-"),
     (lambda f: sentencepiece_without(f / "t.model", "eos_id"), [], "t.model has no end-of-text "),
-    (None, ["--batch", "1000"], "pieces of 32 tokens in the text, expected 1000"),
+    (None, ["--batch", "1000"], "sequences of 32 tokens in the text, expected 1000"),
     (None, ["--init", "{}/a.txt", "--sizes", "{{}}"], "checkpoint {}/a.txt: "),
     (lambda f: save_checkpoint(f / "i.pt", Decoder(TINY)),
      ["--init", "{}/i.pt", "--sizes", "{{}}"], "{}/t.model"),  # another would not fit its weights

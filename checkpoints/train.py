@@ -136,16 +136,16 @@ def targets_of(ids: Tensor, cut: int) -> Tensor:
 class Batches:
     """Training batches [batch, context + 1], each a function of the seed and the step alone.
 
-    Each epoch joins the documents in a new order, cuts the stream into context-long pieces, and
+    Each epoch joins the documents in a new order, cuts the stream into context-long sequences, and
     deals those out in a new order.
     """
 
     def __init__(self, documents: list[Tensor], batch: int, context: int, seed: int) -> None:
         self.documents, self.batch, self.context, self.seed = documents, batch, context, seed
-        pieces = (sum(map(len, documents)) - 1) // context
-        self.steps_per_epoch = pieces // batch
+        count = (sum(map(len, documents)) - 1) // context
+        self.steps_per_epoch = count // batch
         if self.steps_per_epoch == 0:
-            raise ValueError(f"{pieces} pieces of {context} tokens in the text, expected {batch}")
+            raise ValueError(f"{count} sequences of {context} tokens in the text, expected {batch}")
         self.epoch = -1
 
     def __getitem__(self, step: int) -> Tensor:
@@ -154,8 +154,8 @@ class Batches:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             order = torch.randperm(len(self.documents), generator=generator)
             self.stream = torch.cat([self.documents[i] for i in order])
-            pieces = (len(self.stream) - 1) // self.context
-            self.starts = torch.randperm(pieces, generator=generator) * self.context
+            count = (len(self.stream) - 1) // self.context
+            self.starts = torch.randperm(count, generator=generator) * self.context
             self.epoch = epoch
         starts = self.starts[place * self.batch : (place + 1) * self.batch]
         return self.stream[starts[:, None] + torch.arange(self.context + 1)].long()
@@ -250,8 +250,8 @@ def train(
     all, since Muon works in bfloat16. Each `keep_every` tokens the weights of the moment are
     written to OUT-<tokens>. `evaluate(model)` gives bits per byte.
 
-    Raises FileExistsError rather than overwrite a checkpoint or a state, and ValueError for a
-    damaged state or one made with other settings.
+    Raises FileExistsError rather than overwrite a checkpoint or a state, ValueError for a damaged
+    state or one made with other settings, and RuntimeError for a loss that is not finite.
     """
     check_out(out, resume)
     state_path, rows_path = Path(f"{out}.state"), Path(f"{out}.jsonl")

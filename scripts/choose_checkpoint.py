@@ -10,7 +10,7 @@ in a hundred does). Those within 0.003 bits per byte of the best are then examin
 each, on the greedy text from BOS to the end of the context. One fits if the two best logits are
 always 0.03 apart or more in float32, the text has 120 different tokens or more, float16 writes the
 same text, and so do 20 passes in which every output of a linear layer is shifted at random by up to
-half a float16 step. The best that fits goes to --out.
+half a float16 step. The best that fits goes to --out, a file that is not there yet.
 """
 
 from __future__ import annotations
