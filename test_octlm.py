@@ -3390,11 +3390,21 @@ def test_help_shows_the_defaults(stage: str, defaults: dict, monkeypatch, capsys
         assert options[name].endswith(f"(default: {value})"), name
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt, also in tests run in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("name, owner, function", [
     ("report.py rows.jsonl", Path, "read_text"), ("where_time_goes.py", octlm, "load_checkpoint"),
     ("half_precision.py", octlm, "load_checkpoint"), ("break_it.py", shutil, "copytree"),
 ])
-def test_an_interrupted_script_ends_in_one_line(name: str, owner, function: str, monkeypatch):
+def test_an_interrupted_script_ends_in_one_line(
+    name: str, owner, function: str, ctrl_c, monkeypatch
+):
     name, *arguments = name.split()
     monkeypatch.setattr(owner, function, lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
     monkeypatch.setattr(sys, "argv", [name, *arguments])
