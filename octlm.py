@@ -514,11 +514,13 @@ def save_atomically(path: str | os.PathLike, content: object) -> None:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")
     partial = Path(f"{path}.partial")  # a fixed name: the next save clears what a killed one left
+    whole = io.BytesIO()  # when the disk is full, torch.save to a file hides the system's error
+    torch.save(content, whole)
     try:
         with open(partial, "wb") as file:
             if path.exists():
                 partial.chmod(path.stat().st_mode)
-            torch.save(content, file)
+            file.write(whole.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -1533,20 +1533,34 @@ def test_what_would_not_load_replaces_no_file(change: Callable, saved: Path):
     assert saved.read_bytes() == before and os.listdir(saved.parent) == ["small.pt"]
 
 
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """What a full disk does: no file can be written beyond `size` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 @pytest.mark.parametrize("fault", [OSError("disk full"), KeyboardInterrupt()], ids=str)
-@pytest.mark.parametrize("place", ["write", "rename"])
+@pytest.mark.parametrize("place", ["fsync", "replace"])
 def test_an_interrupted_save_keeps_the_old_file(fault, place: str, saved: Path, monkeypatch):
     before = saved.read_bytes()
 
-    def fail(content: object, file) -> None:
-        if place == "write":
-            file.write(before[: len(before) // 2])
+    def fail(*args: object) -> None:
+        assert Path(f"{saved}.partial").stat().st_size > len(before) / 2
         raise fault
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((torch, "save") if place == "write" else (os, "replace")), fail)
+        patch.setattr(os, place, fail)
         with pytest.raises(type(fault)):
             save_checkpoint(saved, small_model(seed=2))
+    assert saved.read_bytes() == before and os.listdir(saved.parent) == ["small.pt"]
+    with file_size_limit(1000), pytest.raises(OSError) as full:
+        save_checkpoint(saved, small_model(seed=2))
+    assert full.value.errno == errno.EFBIG  # what the system says
     assert saved.read_bytes() == before and os.listdir(saved.parent) == ["small.pt"]
     Path(f"{saved}.partial").touch()  # what a killed save leaves behind is in nobody's way
     save_checkpoint(saved, small_model(seed=2))
@@ -1748,17 +1762,6 @@ def tiny(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tiny") / "tiny.pt"
     save_checkpoint(path, small_model(vocab_size=8192, context_length=512))
     return path
-
-
-@contextlib.contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """What a full disk does: no file can be written beyond `size` bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @over_paths
