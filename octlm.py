@@ -502,25 +502,23 @@ def save_checkpoint(path: str | os.PathLike, model: Decoder, /, **facts: Any) ->
         raise ValueError(f"checkpoint facts must be JSON values: {error}") from error
     weights = {name: weight.detach().cpu() for name, weight in model.named_parameters()}
     content = {"format": 1, "config": asdict(model.config), "weights": weights, "facts": facts}
-    trial = io.BytesIO()  # what would not load must not replace a file that does
-    torch.save(content, trial)
-    _restore(trial, path)
-    save_atomically(path, content)
+    file = io.BytesIO()  # in memory: torch.save on a full disk hides the system's error
+    torch.save(content, file)
+    _restore(file, path)  # what would not load must not replace a file that does
+    save_atomically(path, file.getbuffer())
 
 
-def save_atomically(path: str | os.PathLike, content: object) -> None:
-    """`torch.save`, but an interrupted save leaves the old file as it was; one saver at a time."""
+def save_atomically(path: str | os.PathLike, content: bytes | memoryview) -> None:
+    """Write a file, but an interrupted save leaves the old one as it was; one saver at a time."""
     path = Path(os.path.realpath(path))  # a link stays a link: the file behind it is replaced
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")
     partial = Path(f"{path}.partial")  # a fixed name: the next save clears what a killed one left
-    whole = io.BytesIO()  # when the disk is full, torch.save to a file hides the system's error
-    torch.save(content, whole)
     try:
         with open(partial, "wb") as file:
             if path.exists():
                 partial.chmod(path.stat().st_mode)
-            file.write(whole.getbuffer())
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -2493,7 +2493,7 @@ def test_a_resumed_run_equals_an_unbroken_one(
     train.train(**settings, out=whole, evaluate=evaluate)
     save, calls = train.save_atomically, []
 
-    def save_and_stop(path: Path, content: object) -> None:
+    def save_and_stop(path: Path, content: memoryview) -> None:
         save(path, content)
         calls.append(path)
         if len(calls) == saves:
@@ -2539,7 +2539,9 @@ def test_a_state_is_saved_every_so_many_seconds(train, tmp_path: Path, monkeypat
     monkeypatch.setattr(train, "SAVE_SECONDS", 6)
     monkeypatch.setattr(train.time, "monotonic", itertools.count().__next__)
     steps = []
-    monkeypatch.setattr(train, "save_atomically", lambda _, state: steps.append(state["step"]))
+    monkeypatch.setattr(
+        train, "save_atomically",
+        lambda _, content: steps.append(torch.load(io.BytesIO(content))["step"]))
     train.train(**SETTINGS | {"evaluate_every": 1000}, out=tmp_path / "a.pt")
     assert steps == [3, 6, 9]
 
@@ -2746,7 +2748,7 @@ def test_a_run_from_the_command_line(train, folder: Path, monkeypatch):
     monkeypatch.setattr(train, "SAVE_SECONDS", 0)
     save = train.save_atomically
 
-    def save_and_stop(path: Path, content: object) -> None:
+    def save_and_stop(path: Path, content: memoryview) -> None:
         save(path, content)
         raise KeyboardInterrupt
 

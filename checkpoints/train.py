@@ -315,11 +315,13 @@ def train(
             os.truncate(rows_path, sum(map(len, rows)))  # a full disk can't lose the others
 
     def save_state() -> None:
-        save_atomically(state_path, {
+        file = io.BytesIO()
+        torch.save({
             "settings": settings, "steps": steps, "held": held, "step": done,
             "seconds": seconds, "loss": loss, "model": model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        })
+        }, file)
+        save_atomically(state_path, file.getbuffer())
 
     def write_row() -> float | None:
         model.eval()
