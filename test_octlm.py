@@ -2555,24 +2555,29 @@ def test_training_overwrites_nothing(existing: str, train, tmp_path: Path):
     assert path.read_text() == "precious" and os.listdir(tmp_path) == [path.name]
 
 
-@pytest.mark.parametrize("change", [
-    {"batch": 3}, {"learning_rate": 0.02}, {"seed": 4}, {"evaluate_every": 64},
-    {"config": replace(TINY, dropout=0.0)}, {"documents": DOCUMENTS[1:]}, {"pieces": PIECES},
-    {"weight_decay": 0.3}, {"dtype": "float32"},
-], ids=lambda change: next(iter(change)))
-def test_training_refuses_other_settings(change: dict, train, tmp_path: Path, monkeypatch):
-    """A run goes on from its own state only."""
-
+@pytest.fixture
+def interrupted(train, tmp_path: Path, monkeypatch) -> Path:
+    """The checkpoint that a run would have written, had it not stopped at its first evaluation."""
     def stop(model: Decoder) -> float:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "SAVE_SECONDS", 0)
     with pytest.raises(KeyboardInterrupt):
         train.train(**SETTINGS, out=tmp_path / "a.pt", evaluate=stop)
-    before = (tmp_path / "a.pt.state").read_bytes()
+    return tmp_path / "a.pt"
+
+
+@pytest.mark.parametrize("change", [
+    {"batch": 3}, {"learning_rate": 0.02}, {"seed": 4}, {"evaluate_every": 64},
+    {"config": replace(TINY, dropout=0.0)}, {"documents": DOCUMENTS[1:]}, {"pieces": PIECES},
+    {"weight_decay": 0.3}, {"dtype": "float32"},
+], ids=lambda change: next(iter(change)))
+def test_training_refuses_other_settings(change: dict, train, interrupted: Path):
+    """A run goes on from its own state only."""
+    before = Path(f"{interrupted}.state").read_bytes()
     with pytest.raises(ValueError, match="a.pt.state was made with another "):
-        train.train(**SETTINGS | change, out=tmp_path / "a.pt", resume=True)
-    assert (tmp_path / "a.pt.state").read_bytes() == before
+        train.train(**SETTINGS | change, out=interrupted, resume=True)
+    assert Path(f"{interrupted}.state").read_bytes() == before
 
 
 @pytest.mark.parametrize("first, then, steps", [(160, 320, 9), (320, 160, 9), (320, 160, 17)])
@@ -2610,34 +2615,22 @@ def test_a_gradient_that_is_not_finite_reaches_no_state(train, tmp_path: Path, m
     assert torch.load(tmp_path / "a.pt.state", weights_only=True)["step"] == 2
 
 
-def test_a_flipped_byte_in_a_state_is_noticed(train, tmp_path: Path, monkeypatch):
-    def stop(model: Decoder) -> float:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
-    with pytest.raises(KeyboardInterrupt):
-        train.train(**SETTINGS, out=tmp_path / "a.pt", evaluate=stop)
-    state = tmp_path / "a.pt.state"
+def test_a_flipped_byte_in_a_state_is_noticed(train, interrupted: Path):
+    state = Path(f"{interrupted}.state")
     weight = torch.load(state, weights_only=True)["model"]["final_norm.weight"].numpy().tobytes()
     content = bytearray(state.read_bytes())
     content[content.index(weight)] ^= 1
     state.write_bytes(content)
     with pytest.raises(ValueError, match="a.pt.state is damaged, or no state"):
-        train.train(**SETTINGS, out=tmp_path / "a.pt", resume=True)
+        train.train(**SETTINGS, out=interrupted, resume=True)
 
 
 @pytest.mark.parametrize("row", ["\n", "[]\n", "{}\n", "\udcff\n"])
-def test_other_rows_are_not_touched(row: str, train, tmp_path: Path, monkeypatch):
-    def stop(model: Decoder) -> float:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
-    with pytest.raises(KeyboardInterrupt):
-        train.train(**SETTINGS, out=tmp_path / "a.pt", evaluate=stop)
-    rows = tmp_path / "a.pt.jsonl"
+def test_other_rows_are_not_touched(row: str, train, interrupted: Path):
+    rows = Path(f"{interrupted}.jsonl")
     rows.write_bytes(row.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match="a.pt.jsonl is damaged, or holds other rows"):
-        train.train(**SETTINGS, out=tmp_path / "a.pt", resume=True)
+        train.train(**SETTINGS, out=interrupted, resume=True)
     assert rows.read_bytes() == row.encode(errors="surrogateescape")
 
 
