@@ -2915,11 +2915,15 @@ def test_what_is_sure_in_float16(choose, monkeypatch):
     rows = np.sort(reference_logits(model, text[:-1]), axis=-1)
     assert gap == pytest.approx(min(rows[:, -1] - rows[:, -2]), abs=1e-4)
     assert different == len(set(text[1:])) and equal and same == 20 and gap > 0.1
-    assert choose.stays_apart(model, 1)
+    monkeypatch.setattr(choose, "DIFFERENT", different)
+    assert choose.is_sure(model, 1)
+    monkeypatch.setattr(choose, "DIFFERENT", different + 1)
+    assert not choose.is_sure(model, 1)
+    monkeypatch.setattr(choose, "DIFFERENT", different)
     with torch.no_grad():  # another token's embedding a hair away: nearly the same logits
         model.token_embedding.weight[60] = model.token_embedding.weight[text[1]] * (1 - 1e-6)
     gap, _, _, same = choose.examine(model, 1)
-    assert gap < 1e-3 and 0 <= same < 20 and not choose.stays_apart(model, 1)
+    assert gap < 1e-3 and 0 <= same < 20 and not choose.is_sure(model, 1)
     after = torch.rand(1)
     choose.examine(model, 1)
     assert torch.equal(torch.rand(1), after)  # the same passes each time
@@ -2959,11 +2963,13 @@ def test_the_best_that_fits_is_chosen(choose, tmp_path: Path, monkeypatch, capsy
         scores, asked = iter([0.7, 0.8, 0.9, 0.9]), iter([unfit])
         assert choose.main(arguments) == 1
         assert capsys.readouterr().err.splitlines()[-1] == "choose_checkpoint.py: no candidate fits"
-    apart = iter([False, True, False])  # of three random averages
-    monkeypatch.setattr(choose, "stays_apart", lambda *_: next(apart))
+    sure = iter([False, True, False])  # of three random averages
+    monkeypatch.setattr(choose, "is_sure", lambda *_: next(sure))
     scores, asked = iter([0.9, 0.9, 0.9, 0.9, 0.7]), iter([(0.03, 120, True, 20)])
     assert choose.main([*arguments, "--random", "3"]) == 0
-    assert re.search(r"chosen: mean of [1-9] x [01]", capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert re.search(r"chosen: mean of [1-9] x [01]", out)
+    assert err.splitlines()[1] == "random average 2 of 3 is sure"
     monkeypatch.setattr(choose, "bits_per_byte", MagicMock(side_effect=KeyboardInterrupt))
     assert choose.main(arguments) == 1
     assert capsys.readouterr().err.splitlines()[1:] == [

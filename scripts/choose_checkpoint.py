@@ -5,12 +5,12 @@
 
 Candidates are the checkpoints, named from the oldest to the newest, and two averages of each last
 two or more: with equal weights and with weights that rise 1, 2, 3 and so on. With --random, also
-those of N random averages whose greedy text passes the first test below (a second each; about one
-in a hundred does). Those within 0.003 bits per byte of the best are then examined, half a minute
-each, on the greedy text from BOS to the end of the context. One fits if the two best logits are
-always 0.03 apart or more in float32, the text has 120 different tokens or more, float16 writes the
-same text, and so do 20 passes in which every output of a linear layer is shifted at random by up to
-half a float16 step. The best that fits goes to --out, a file that is not there yet.
+those of N random averages whose greedy text passes the first two tests below (a second each; about
+one in eight hundred does). Those within 0.003 bits per byte of the best are then examined, half a
+minute each, on the greedy text from BOS to the end of the context. One fits if the two best logits
+are always 0.03 apart or more in float32, the text has 120 different tokens or more, float16 writes
+the same text, and so do 20 passes in which every output of a linear layer is shifted at random by
+up to half a float16 step. The best that fits goes to --out, a file that is not there yet.
 """
 
 from __future__ import annotations
@@ -56,16 +56,18 @@ def shift(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def stays_apart(model: Decoder, bos: int) -> bool:
-    """Whether the two best logits are GAP or more apart at each step of the greedy text."""
-    token, cache = torch.tensor([[bos]]), None
+def is_sure(model: Decoder, bos: int) -> bool:
+    """Whether the two best logits are GAP or more apart at each step of the greedy text, and it has
+    DIFFERENT different tokens or more. Stops at the first step that is not."""
+    token, cache, seen = torch.tensor([[bos]]), None, set()
     for _ in range(model.config.context_length):
         logits, cache = model.forward_cached(token, cache)
         best = logits[0, -1].topk(2)
         if best.values[0] - best.values[1] < GAP:
             return False
         token = best.indices[None, :1]
-    return True
+        seen.add(token.item())
+    return len(seen) >= DIFFERENT
 
 
 @torch.inference_mode()
@@ -123,11 +125,12 @@ def main(argv: list[str] | None = None) -> int:
         if args.random:
             say(f"trying {args.random} random averages, about {args.random / 60:.0f} min")
         draw = random.Random(0)
-        for _ in range(args.random):
+        for tried in range(1, args.random + 1):
             weights = [0] * count
             for i in draw.sample(range(count), draw.randint(1, min(5, count))):
                 weights[i] = draw.randint(1, 9)
-            if stays_apart(average(models, weights), tokenizer.bos_id()):
+            if is_sure(average(models, weights), tokenizer.bos_id()):
+                say(f"random average {tried} of {args.random} is sure")
                 parts = (f"{weight} x {name}" for weight, name in zip(weights, names) if weight)
                 candidates[f"mean of {', '.join(parts)}"] = weights
         scores, start = {}, time.perf_counter()
