@@ -2798,11 +2798,11 @@ def test_a_closed_stderr_does_not_end_the_training(train, folder: Path, monkeypa
     assert (folder / "out.pt").exists()
 
 
-def sentencepiece_without(path: Path, token: str) -> None:
+def other_tokenizer(path: Path, **settings) -> None:
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(STORIES), model_writer=made, vocab_size=40,
-        hard_vocab_limit=False, minloglevel=2, **{token: -1})
+        sentence_iterator=iter(STORIES), model_writer=made, vocab_size=300, minloglevel=2,
+        hard_vocab_limit=False, **{"byte_fallback": True, **settings})
     path.write_bytes(made.getvalue())
 
 
@@ -2820,8 +2820,11 @@ def sentencepiece_without(path: Path, token: str) -> None:
     (None, ["{}/none.txt"], "No such file or directory: '{}/none.txt'"),
     (None, ["--vocab-size", "8192"], "no tokenizer of 8192 pieces from this text: "),
     (lambda f: (f / "t.model").write_text("x"), [], "{}/t.model is not a sentencepiece model"),
-    (lambda f: sentencepiece_without(f / "t.model", "bos_id"), [], "t.model has no beginning-of-"),
-    (lambda f: sentencepiece_without(f / "t.model", "eos_id"), [], "t.model has no end-of-text "),
+    (lambda f: other_tokenizer(f / "t.model", bos_id=-1), [], "t.model has no beginning-of-"),
+    (lambda f: other_tokenizer(f / "t.model", eos_id=-1), [], "t.model has no end-of-text "),
+    (lambda f: other_tokenizer(f / "t.model", byte_fallback=False), [], "has no byte fallback"),
+    (lambda f: (f / "t.model").write_bytes((HERE / "checkpoints/tokenizer.model").read_bytes()), [],
+     "{}/t.model has 8192 tokens, not 300"),
     (None, ["--batch", "1000"], "sequences of 32 tokens in the text, expected 1000"),
     (None, ["--init", "{}/a.txt", "--sizes", "{{}}"], "checkpoint {}/a.txt: "),
     (lambda f: save_checkpoint(f / "i.pt", Decoder(TINY)),

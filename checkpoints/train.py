@@ -74,7 +74,7 @@ def check_folder(path: Path) -> None:
         raise OSError(f"cannot write in the folder of {path}: {error.strerror}") from error
 
 
-def train_tokenizer(documents: Iterable[str], target: Path, vocab_size: int = 8192) -> None:
+def train_tokenizer(documents: Iterable[str], target: Path, vocab_size: int) -> None:
     """Train a lossless sentencepiece BPE model on the documents and write it to `target`.
 
     Raises ValueError for documents that do not give so many pieces.
@@ -103,10 +103,13 @@ def train_tokenizer(documents: Iterable[str], target: Path, vocab_size: int = 81
 
 
 def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
-    """As `day5.load_tokenizer`, and raises ValueError for one without EOS, too."""
+    """As `day5.load_tokenizer`, and raises ValueError for one without EOS or byte fallback, too."""
     tokenizer = day5.load_tokenizer(path)
     if tokenizer.eos_id() < 0:
         raise ValueError(f"tokenizer {path} has no end-of-text token (EOS)")
+    # Else a character that it lacks would become <unk>, the mark of a cut.
+    if not any(map(tokenizer.is_byte, range(tokenizer.vocab_size()))):
+        raise ValueError(f"tokenizer {path} has no byte fallback")
     return tokenizer
 
 
@@ -396,7 +399,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heldout", type=Path, help="text to score in bits per byte")
     parser.add_argument("--out", type=Path, required=True, help="checkpoint to write")
     parser.add_argument("--tokenizer", type=Path, default=HERE / "tokenizer.model")
-    parser.add_argument("--vocab-size", type=int, default=8192, help="of a new tokenizer")
+    parser.add_argument("--vocab-size", type=int, help="of a new tokenizer; default 8192")
     parser.add_argument("--sizes", type=json.loads, default={}, metavar="JSON",
                         help='other sizes of the model, such as {"n_layers": 4}')
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
@@ -409,7 +412,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from OUT.state")
     args = parser.parse_args(argv)
-    if min(args.tokens, args.batch, args.vocab_size) < 1 or not 0 < args.learning_rate < math.inf:
+    given = [n for n in (args.tokens, args.batch, args.vocab_size) if n is not None]
+    if min(given) < 1 or not 0 < args.learning_rate < math.inf:
         parser.error("--tokens, --batch, --vocab-size and --learning-rate must be positive")
     if min(args.keep_every, args.seed) < 0 or not 0 <= args.weight_decay < math.inf:
         parser.error("--keep-every, --seed and --weight-decay must be 0 or positive")
@@ -428,12 +432,15 @@ def main(argv: list[str] | None = None) -> int:
         heldout = read_documents(args.heldout) if args.heldout else None
         initial = load_checkpoint(args.init) if args.init else None
         if not (args.tokenizer.exists() or args.init):
-            train_tokenizer(itertools.chain(*texts.values()), args.tokenizer, args.vocab_size)
+            train_tokenizer(itertools.chain(*texts.values()), args.tokenizer,
+                            args.vocab_size or 8192)
         tokenizer = load_tokenizer(args.tokenizer)
         size = tokenizer.vocab_size()
         config = initial.config if initial else DecoderConfig(size, **args.sizes)
         if config.vocab_size != size:
             raise ValueError(f"{args.init} has {config.vocab_size} tokens, the tokenizer {size}")
+        if args.vocab_size not in (None, size):
+            raise ValueError(f"{args.tokenizer} has {size} tokens, not {args.vocab_size}")
         dtype, why = (args.dtype, "as asked for") if args.dtype else choose_dtype()
         day5.say(f"training in {dtype}: {why}")
         documents, pieces = [], []
