@@ -1,4 +1,4 @@
-"""Choose the checkpoint whose greedy text is the surest in float16.
+"""Choose the best checkpoint whose greedy text is sure in float16.
 
     python scripts/choose_checkpoint.py CHECKPOINT [CHECKPOINT ...] --heldout FILE [--out FILE]
         [--random N]
@@ -93,7 +93,7 @@ def examine(model: Decoder, bos: int) -> tuple[float, int, bool, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Choose the checkpoint surest in float16.")
+    parser = argparse.ArgumentParser(description="Choose the best that is sure in float16.")
     parser.add_argument("checkpoints", nargs="+", type=Path, help="from the oldest to the newest")
     parser.add_argument("--heldout", type=Path, required=True, help="text to score")
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "checkpoints" / "tokenizer.model")
